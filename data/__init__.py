@@ -1,0 +1,1 @@
+"""Where the text comes from."""
