@@ -1,13 +1,13 @@
 """
-A GPT from scratch, in one file: the Transformer of the lecture "Let's build GPT: from scratch, in code, spelled out".
+A GPT in one file: the Transformer of the lecture "Let's build GPT: from scratch, in code, spelled out".
 
     python gpt.py                                train on Tiny Shakespeare, then print a sample
     python gpt.py --sample --prompt "ROMEO:"     let the best model so far go on writing
     python gpt.py --resume --max_iters 9000      go on training
     python gpt.py --help                         every flag, with its reason
 
-Read it from the top: everything down to the line `running it` is the lecture, in the lecture's order. What a program
-needs around it (checkpoints, interrupts, several GPUs, the screen) stands below that line. bigram.py comes first.
+Read bigram.py first, then this from the top: all down to the line `running it` is the lecture, in order.
+What a program needs around it (checkpoints, interrupts, several GPUs, the screen) stands below that line.
 """
 import argparse
 import csv
@@ -18,76 +18,56 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from data.download import BY_HAND, MANUAL, UserError, find_text
+from data.text import BY_HAND, MANUAL, UserError, encode_text, find_text, vocabulary
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # hyperparameters
 
 
 def opt(default, help, group=None, **limits):
-    """One field of a Config: its default, the question it answers, and the limits that `check` holds it to."""
+    """A field of a Config: its default, the question it answers, and the limits that `check` holds it to."""
     return field(default=default, metadata=dict(help=help, group=group, limits=limits))
 
 
 @dataclass
 class Config:
-    """Every setting, which is also every flag of the command line. The defaults are the lecture's full model."""
+    """The settings, each also a flag of the command line. The defaults are the lecture's full model."""
     n_layer: int = opt(6, "how many blocks stand on top of each other?", "model", least=1)
     n_head: int = opt(6, "how many heads of attention has a block?", least=1)
     n_embd: int = opt(384, "how many channels carry one token? (a multiple of n_head)", least=1)
     block_size: int = opt(256, "what is the maximum context length for predictions?", least=1)
     dropout: float = opt(0.2, "what share of the activations is dropped in training?", least=0, below=1)
-    init_std: float = opt(0.02, "how far do initial weights spread? (0: PyTorch's own way, as in the video)", least=0)
-    fused: bool = opt(True, "compute all heads in one go? (--no-fused: the lecture's loop and random numbers)")
+    init_std: float = opt(0.02, "how far do initial weights spread? (0: PyTorch's way, as on video)", least=0)
+    fused: bool = opt(True, "compute all heads at once? (--no-fused: the lecture's loop and random numbers)")
 
-    batch_size: int = opt(64, "how many independent sequences will we process in parallel?", "training", least=1)
+    batch_size: int = opt(64, "how many independent sequences run in parallel?", "training", least=1)
     max_iters: int = opt(5000, "how many steps of training?", least=0)
     eval_interval: int = opt(500, "after how many steps do we measure the loss again?", least=1)
     eval_iters: int = opt(200, "over how many batches of each split is the loss averaged?", least=1)
     learning_rate: float = opt(3e-4, "how large is a step?", least=0)
     warmup_iters: int = opt(0, "over how many steps does the learning rate rise from zero?", least=0)
-    lr_decay_iters: int = opt(0, "by which step has it fallen to min_lr, in a straight line? (0: it stays)", least=0)
+    lr_decay_iters: int = opt(0, "by which step has it fallen straight to min_lr? (0: it stays)", least=0)
     min_lr: float = opt(0.0, "where does it fall to?", least=0)
-    weight_decay: float = opt(0.01, "how strongly are weights pulled to zero? (0.01 is AdamW's default)", least=0)
+    weight_decay: float = opt(0.01, "how hard are weights pulled to zero? (0.01 is AdamW's default)", least=0)
     beta2: float = opt(0.999, "how long does AdamW remember squared gradients?", least=0, below=1)
     grad_clip: float = opt(0.0, "the longest gradient that is let through (0: any)", least=0)
     seed: int = opt(1337, "which random numbers?", least=0)
 
     data: str = opt("", "which text file? (default: input.txt, downloaded when absent)", "data")
-    init_from: str = opt("", "start from the weights and vocabulary of which checkpoint? (fine-tuning)")
-
-    size: str = opt("auto", "which set of values? (auto: lecture on CUDA, laptop elsewhere)", "running",
-                    among=("auto", "lecture", "notebook", "laptop"))
-    device: str = opt("auto", "where? cpu, cuda, cuda:1, mps (auto: the fastest that is here)")
-    dtype: str = opt("auto", "which numbers? (auto: bfloat16 on CUDA, where supported)",
-                     among=("auto", "float32", "bfloat16"))
-    compile: bool = opt(None, "let torch.compile fuse the model? (default: on CUDA; it gains nothing on a CPU)")
-    out: str = opt("out", "which folder takes the checkpoints, the record and the pictures?")
-    resume: bool = opt(False, "go on where the run in --out stopped?")
-
-    sample: bool = opt(False, "only write text, with the best model in --out?", "sampling")
-    prompt: str = opt(None, "how does the text begin? (- reads standard input; implies --sample)")
-    max_new_tokens: int = opt(500, "how many characters to write?", least=0)
-    temperature: float = opt(1.0, "how daring? (0: always the likeliest character)", least=0)
-    top_k: int = opt(None, "choose among how many of the likeliest characters? (default: all)", least=1)
-    num_samples: int = opt(1, "how many texts?", least=1)
-    sample_seed: int = opt(None, "which random numbers for the text? (default: others each time)", least=0)
-    attention: str = opt(None, "draw where each head looks, for this text, into attention.png")
 
     @property
     def head_size(self):
         return self.n_embd // self.n_head
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # data
 
 
@@ -108,40 +88,19 @@ class Tokenizer:
         return "".join([self.itos[i] for i in ids])
 
 
-def vocabulary(text):
-    """ here are all the unique characters that occur in this text (strings, or any iterable of them) """
-    chars = set()
-    for piece in text:
-        chars.update(piece)
-    return sorted(list(chars))
-
-
-def encode_text(text, tokenizer):
-    """
-    tokenizer.encode for a whole text, as one tensor (N,) of the smallest integers that hold the vocabulary: numpy
-    looks all characters of a piece up in one table, which takes nanoseconds a character and 1 byte for most texts.
-    """
-    dtype = next(t for t in (np.uint8, np.int16, np.int32) if len(tokenizer.chars) - 1 <= np.iinfo(t).max)
-    table = np.zeros(sys.maxunicode + 1, dtype)                      # code point -> token
-    table[[ord(ch) for ch in tokenizer.chars]] = np.arange(len(tokenizer.chars))
-    pieces = [table[np.frombuffer(piece.encode("utf-32-le"), np.uint32)] for piece in text]
-    return torch.from_numpy(np.concatenate(pieces))
-
-
 def load_data(text, name, block_size, tokenizer=None):
-    """ read, encode and split a text -> (tokenizer, {"train": (N,), "val": (M,)}) """
-    chars = vocabulary(text)
+    """ encode and split a text -> tokenizer, {"train": (N,), "val": (M,)}; UserError if it will not do """
+    # here are all the unique characters that occur in this text
+    chars = vocabulary(text)                                            # sorted(list(set(text)))
     tokenizer = tokenizer or Tokenizer(chars)
     if lacking := sorted(set(chars) - set(tokenizer.chars)):
-        raise UserError(f"{name} has characters that the checkpoint's vocabulary lacks: {''.join(lacking)!r}; "
-                        "take them out, or train from the beginning")
-    if not chars:
-        raise UserError(f"{name} is empty; name another text with --data FILE")
-    data = encode_text(text, tokenizer)
-    n = int(0.9 * len(data))                                         # first 90% will be train, rest val
+        raise UserError(f"{name} has characters the model never saw, {''.join(lacking)!r}; take them out")
+    # train and val splits; encode_text does what tokenizer.encode does, fast enough for a gigabyte
+    data = torch.from_numpy(encode_text(text, tokenizer.stoi)) if chars else torch.empty(0)
+    n = int(0.9 * len(data))                                    # first 90% will be train, rest val
     if min(n, len(data) - n) <= block_size:
-        raise UserError(f"{name} is too short: its {len(data):,} characters are split into {n:,} to train and "
-                        f"{len(data) - n:,} to validate, and each must be longer than block_size {block_size}; "
+        raise UserError(f"{name} is too short: of its {len(data):,} characters {n:,} are to train and "
+                        f"{len(data) - n:,} to validate, and each must be more than block_size {block_size}; "
                         f"take {10 * block_size + 1:,} characters or more, or a smaller --block_size")
     return tokenizer, {"train": data[:n], "val": data[n:]}
 
@@ -149,19 +108,19 @@ def load_data(text, name, block_size, tokenizer=None):
 def get_batch(data, config, device):
     """ one batch of inputs x and targets y, both (B, T): y is x one character later """
     ix = torch.randint(len(data) - config.block_size, (config.batch_size,))     # (B,) random places to start
-    at = ix[:, None] + torch.arange(config.block_size)                          # (B, 1) + (T,) -> (B, T)
+    at = ix[:, None] + torch.arange(config.block_size)          # (B, 1) + (T,) -> (B, T)
     at = at.to(data.device)
     x, y = data[at], data[at + 1]
     return x.to(device).long(), y.to(device).long()
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # loss estimate
 
 
 @torch.no_grad()
 def estimate_loss(model, batch, eval_iters):
-    """ the loss of a split is noisy from batch to batch: its mean over eval_iters of them, batch(split) -> x, y """
+    """ one batch is noisy: the mean loss of each split over eval_iters of them; batch(split) -> x, y """
     out = {}
     model.eval()
     for split in ["train", "val"]:
@@ -171,7 +130,7 @@ def estimate_loss(model, batch, eval_iters):
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # model
 
 
@@ -184,7 +143,7 @@ class Head(nn.Module):
         self.query = nn.Linear(config.n_embd, config.head_size, bias=False)     # what am I looking for?
         self.value = nn.Linear(config.n_embd, config.head_size, bias=False)     # what do I tell, if asked?
         tril = torch.tril(torch.ones(config.block_size, config.block_size))
-        self.register_buffer("tril", tril, persistent=False)                    # not a parameter, not saved
+        self.register_buffer("tril", tril, persistent=False)    # not a parameter, not saved
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -193,12 +152,12 @@ class Head(nn.Module):
         k = self.key(x)                                                         # (B, T, hs)
         q = self.query(x)                                                       # (B, T, hs)
         # affinities: scaled by the head size their variance is about 1, so that softmax does not saturate
-        wei = q @ k.transpose(-2, -1) * k.shape[-1]**-0.5                       # (B, T, hs) @ (B, hs, T) -> (B, T, T)
+        wei = q @ k.transpose(-2, -1) * k.shape[-1]**-0.5       # (B, T, hs) @ (B, hs, T) -> (B, T, T)
         wei = wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))            # the future stays hidden
-        wei = F.softmax(wei, dim=-1)                                            # each row sums to one
+        wei = F.softmax(wei, dim=-1)                            # each row sums to one
         wei = self.dropout(wei)
         v = self.value(x)                                                       # (B, T, hs)
-        return wei @ v                                                          # (B, T, T) @ (B, T, hs) -> (B, T, hs)
+        return wei @ v                                          # (B, T, T) @ (B, T, hs) -> (B, T, hs)
 
 
 class MultiHeadAttention(nn.Module):
@@ -207,27 +166,27 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.heads = nn.ModuleList([Head(config) for _ in range(config.n_head)])
-        self.proj = nn.Linear(config.n_embd, config.n_embd)                     # the way back to the residual stream
+        self.proj = nn.Linear(config.n_embd, config.n_embd)     # the way back to the residual stream
         self.dropout = nn.Dropout(config.dropout)
         self.fused = config.fused
 
     def forward(self, x):
         # x of shape (B, T, C)
         out = self.all_at_once(x) if self.fused else torch.cat([h(x) for h in self.heads], dim=-1)
-        return self.dropout(self.proj(out))                                     # (B, T, nh * hs) -> (B, T, C)
+        return self.dropout(self.proj(out))                     # (B, T, nh * hs) -> (B, T, C)
 
     def all_at_once(self, x):
-        """ what the loop over heads computes, from the same weights, with the heads as a batch dimension: faster """
+        """ what the loop over heads computes, from the same weights: heads as a batch dimension, faster """
         # x of shape (B, T, C)
         B, T, C = x.shape
         layers = [h.query for h in self.heads] + [h.key for h in self.heads] + [h.value for h in self.heads]
         weight = torch.cat([layer.weight for layer in layers])                  # (3 * nh * hs, C)
         qkv = F.linear(x, weight).view(B, T, 3, len(self.heads), -1)            # (B, T, 3, nh, hs)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)                                    # three of (B, nh, T, hs)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # three of (B, nh, T, hs)
         p = self.heads[0].dropout.p if self.training else 0.0
         # scale by hs**-0.5, mask the future, softmax, dropout, @ v: the whole of Head.forward
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        return out.transpose(1, 2).reshape(B, T, -1)                            # (B, nh, T, hs) -> (B, T, nh * hs)
+        return out.transpose(1, 2).reshape(B, T, -1)            # (B, nh, T, hs) -> (B, T, nh * hs)
 
 
 class FeedForward(nn.Module):
@@ -265,7 +224,7 @@ class Block(nn.Module):
 
 
 class GPTLanguageModel(nn.Module):
-    """ tokens and their positions, through the blocks, to a score for every character that could come next """
+    """ tokens and positions, through the blocks, to a score for every character that could come next """
 
     def __init__(self, config, vocab_size):
         super().__init__()
@@ -285,8 +244,8 @@ class GPTLanguageModel(nn.Module):
     def forward(self, idx, targets=None):
         # idx and targets of shape (B, T), integers
         B, T = idx.shape
-        tok_emb = self.token_embedding_table(idx)                               # (B, T, C): what stands there
-        pos_emb = self.position_embedding_table(torch.arange(T, device=idx.device))     # (T, C): where it stands
+        tok_emb = self.token_embedding_table(idx)               # (B, T, C): what stands there
+        pos_emb = self.position_embedding_table(torch.arange(T, device=idx.device))  # (T, C): where it stands
         x = tok_emb + pos_emb                                                   # (B, T, C)
         x = self.blocks(x)                                                      # (B, T, C)
         x = self.ln_f(x)                                                        # (B, T, C)
@@ -296,7 +255,7 @@ class GPTLanguageModel(nn.Module):
             loss = None
         else:
             B, T, C = logits.shape
-            logits = logits.view(B*T, C)                                        # cross_entropy wants (N, C) and (N,)
+            logits = logits.view(B*T, C)                        # cross_entropy wants (N, C) and (N,)
             targets = targets.view(B*T)
             loss = F.cross_entropy(logits, targets)
         return logits, loss
@@ -304,21 +263,21 @@ class GPTLanguageModel(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, each=None):
         """
-        idx (B, T) of tokens -> (B, T + max_new_tokens), each new one drawn from what the model predicts. A temperature
-        below 1 sharpens the distribution and 0 takes the likeliest; top_k keeps the k likeliest. `each` is called
-        with every new column (B, 1) as it is drawn. ValueError for tokens outside the vocabulary and for bad settings.
+        idx (B, T) of tokens -> (B, T + max_new_tokens), each new token drawn from what the model predicts.
+        A temperature below 1 sharpens, 0 takes the likeliest; top_k keeps the k likeliest; each is called
+        with every new column (B, 1) as it is drawn. ValueError: tokens outside the vocabulary, or bad settings.
         """
         if idx.numel() == 0 or idx.min() < 0 or idx.max() >= self.lm_head.out_features:
-            raise ValueError(f"tokens must lie in 0..{self.lm_head.out_features - 1}, one or more in each row")
+            raise ValueError(f"tokens must be one or more, each in 0..{self.lm_head.out_features - 1}")
         if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
             raise ValueError(f"temperature {temperature} must be 0 or more, and top_k {top_k} at least 1")
         was_training = self.training
-        self.eval()                                                             # no dropout while writing
+        self.eval()                                             # no dropout while writing
         try:
             for _ in range(max_new_tokens):
-                idx_cond = idx[:, -self.block_size:]                            # positions beyond have no embedding
+                idx_cond = idx[:, -self.block_size:]            # positions beyond have no embedding
                 logits, loss = self(idx_cond)
-                logits = logits[:, -1, :]                                       # the last time step: (B, C)
+                logits = logits[:, -1, :]                       # the last time step: (B, C)
                 if top_k is not None:
                     least = torch.topk(logits, min(top_k, logits.shape[-1])).values[:, -1:]     # (B, 1)
                     logits = logits.masked_fill(logits < least, float("-inf"))
@@ -326,7 +285,7 @@ class GPTLanguageModel(nn.Module):
                     idx_next = logits.argmax(dim=-1, keepdim=True)              # (B, 1)
                 else:
                     probs = F.softmax(logits / temperature, dim=-1)             # (B, C)
-                    idx_next = torch.multinomial(probs, num_samples=1)          # (B, 1): drawn, not the likeliest
+                    idx_next = torch.multinomial(probs, num_samples=1)      # (B, 1): drawn, not the likeliest
                 idx = torch.cat((idx, idx_next), dim=1)                         # (B, T + 1)
                 if each:
                     each(idx_next)
@@ -335,12 +294,12 @@ class GPTLanguageModel(nn.Module):
         return idx
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # training
 
 
 def learning_rate(step, config):
-    """ constant, unless the config has it rise over the first steps and then fall in a straight line to min_lr """
+    """ constant, unless the config has it rise at first and then fall in a straight line to min_lr """
     if step < config.warmup_iters:
         return config.learning_rate * (step + 1) / config.warmup_iters
     if not config.lr_decay_iters:
@@ -351,7 +310,7 @@ def learning_rate(step, config):
 
 def train(model, data, config, run=None):
     """
-    The training loop, for any model with forward(idx, targets) -> logits, loss. data is {"train": (N,), "val": (M,)}.
+    The training loop, for any model with forward(idx, targets) -> logits, loss; data as from load_data.
     `run` watches over it: it hands out the batches, prints and saves. Returns the reports, a dictionary each.
     """
     run = run or Run(model, data, config)
@@ -361,11 +320,11 @@ def train(model, data, config, run=None):
     for step in run.turns(optimizer):                                           # 0, 1, .. max_iters
         # every once in a while evaluate the loss on train and val sets
         if step % config.eval_interval == 0 or step == config.max_iters:
-            with run.precision():                                               # bfloat16, on a GPU that has it
+            with run.precision():                               # bfloat16, on a GPU that has it
                 losses = estimate_loss(model, run.batch, config.eval_iters)
             run.report(losses)
         if step == config.max_iters:
-            break                                                               # the last turn only measures
+            break                                               # the last turn only measures
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
 
@@ -382,19 +341,46 @@ def train(model, data, config, run=None):
     return run.history
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # running it
 
-SHAPE = ("n_layer", "n_head", "n_embd", "block_size")                           # what a checkpoint's weights fix
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size")           # what the weights of a checkpoint fix
 SIZES = {
     "lecture": {},
-    "notebook": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, dropout=0.0, batch_size=16, learning_rate=1e-3),
+    "notebook": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, dropout=0.0, batch_size=16,
+                     learning_rate=1e-3),
     "laptop": dict(n_layer=4, n_head=4, n_embd=96, block_size=64, dropout=0.0, batch_size=16, max_iters=4000,
                    eval_interval=500, eval_iters=50, learning_rate=4e-3, warmup_iters=50, lr_decay_iters=4000,
                    weight_decay=0.1, beta2=0.99, grad_clip=1.0),
 }
-RECORD = ("step", "train", "val", "learning_rate", "tokens", "seconds")         # the columns of loss.csv
-FILES = ("best.pt", "last.pt", "loss.csv", "loss.png", "attention.png")         # what a run leaves in --out
+RECORD = ("step", "train", "val", "learning_rate", "tokens", "seconds")  # the columns of loss.csv
+FILES = ("best.pt", "last.pt", "loss.csv", "loss.png", "attention.png")  # what a run leaves in --out
+RANK = int(os.environ.get("RANK", 0))                           # which of several processes: torchrun says
+WORLD = int(os.environ.get("WORLD_SIZE", 1))                    # of how many; process 0 speaks and writes
+
+
+@dataclass
+class Flags(Config):
+    """A Config and, beside it, how this one run is to go. A checkpoint keeps the Config alone."""
+    init_from: str = opt("", "start from the weights and vocabulary of which checkpoint? (fine-tuning)")
+
+    size: str = opt("auto", "which set of values? (auto: lecture on CUDA, laptop elsewhere)", "running",
+                    among=("auto", *SIZES))
+    device: str = opt("auto", "where? cpu, cuda, cuda:1, mps (auto: the fastest that is here)")
+    dtype: str = opt("auto", "which numbers? (auto: bfloat16 on CUDA where it can, else float32)",
+                     among=("auto", "float32", "bfloat16"))
+    compile: bool = opt(None, "let torch.compile fuse the model? (default: on CUDA; a CPU gains nothing)")
+    out: str = opt("out", "which folder takes the checkpoints, the record and the pictures?")
+    resume: bool = opt(False, "go on where the run in --out stopped?")
+
+    sample: bool = opt(False, "train nothing, write text with the best model in --out?", "sampling")
+    prompt: str = opt(None, "how does the text begin? (implies --sample; - reads standard input)")
+    max_new_tokens: int = opt(500, "how many characters to write?", least=0)
+    temperature: float = opt(1.0, "how daring? (0: always the likeliest character)", least=0)
+    top_k: int = opt(None, "choose among how many of the likeliest? (default: all)", least=1)
+    num_samples: int = opt(1, "how many texts?", least=1)
+    sample_seed: int = opt(None, "which random numbers draw it? (default: new ones each time)", least=0)
+    attention: str = opt(None, "draw where each head looks, in this text, as attention.png in --out")
 
 
 class RunFailed(RuntimeError):
@@ -402,18 +388,13 @@ class RunFailed(RuntimeError):
 
 
 class Interrupted(Exception):
-    """Ctrl+C or SIGTERM asked for the end; carries the signal's number."""
-
-
-def rank():
-    """Which of several processes under torchrun is this? 0 speaks and writes."""
-    return int(os.environ.get("RANK", 0))
+    """Ctrl+C or SIGTERM asked for the end; args[0] is the signal's number."""
 
 
 def say(text, file=None):
-    if rank() == 0:
+    if RANK == 0:
         if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)              # the status line makes room
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)      # the status line makes room
         print(text, file=file or sys.stdout, flush=True)
 
 
@@ -436,161 +417,158 @@ class Signals:
 
     def check(self):
         asked = self.asked
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:                            # all processes stop at the same step
-            flag = torch.tensor(asked)
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-            asked = int(flag)
+        if torch.distributed.is_initialized():                  # all processes stop at the same step
+            asked = int(total(torch.tensor(asked), torch.distributed.ReduceOp.MAX))
         if asked:
             raise Interrupted(asked)
 
 
+def total(tensor, op=torch.distributed.ReduceOp.SUM):
+    """The sum (or what op says) of a CPU tensor over all processes."""
+    torch.distributed.all_reduce(tensor, op)
+    return tensor
+
+
 class Run:
     """
-    What happens around the training loop: batches, the screen, the record and the checkpoints. With `out`, a folder,
-    files are written there; `extra` is what a checkpoint keeps beside the weights; `start` is one to go on from.
+    What happens around the training loop: the batches, the screen, the record, the checkpoints. Files go to
+    the folder `out`, if there is one; `extra` goes into checkpoints beside the weights; `start` is one to go
+    on from. `stepper` is the model as steps call it, compiled or distributed: it shares the weights of
+    `model`, and that one is measured and saved.
     """
 
-    def __init__(self, model, data, config, out=None, extra=None, start=None, forward=None, dtype=None, signals=None):
-        self.model, self.data, self.config, self.out, self.start = model, data, config, out, start
-        self.extra = extra or {}
-        self.forward_model = forward or model                                   # compiled, distributed: for steps only
+    def __init__(self, model, data, config, out=None, extra=None, start=None, stepper=None, dtype=None,
+                 signals=None):
+        self.model, self.data, self.config, self.out, self.extra = model, data, config, out, extra or {}
+        self.stepper, self.dtype, self.signals, self.start = stepper or model, dtype, signals, start
         self.device = next(model.parameters()).device
-        self.dtype = dtype
-        self.signals = signals
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.history = list(start["history"]) if start else []
-        self.step = start["step"] if start else 0
-        self.seconds = start["seconds"] if start else 0.0
-        self.loss, self.unread, self.optimizer, self.random = math.nan, [], None, None
+        self.step, self.history, self.seconds = 0, [], 0.0
+        if start:                                               # its last report is made once more
+            self.step, self.seconds = start["step"], start["seconds"]
+            self.history = [row for row in start["history"] if row["step"] < self.step]
+        self.loss, self.unread = math.nan, []
 
-    # ---- what the loop calls
+    # what the loop calls
 
     def turns(self, optimizer):
-        """The numbers of the turns that are left; before each, note what an exact resume would need."""
+        """The numbers of the turns to take. Before each one, note what an exact resume would need."""
         self.optimizer = optimizer
         if self.start:
             optimizer.load_state_dict(self.start["optimizer"])
             set_random_state(self.start["random"])
-            self.history = [row for row in self.history if row["step"] < self.step]     # it is measured once more
-        reports = len(range(0, self.config.max_iters, self.config.eval_interval)) + 1
-        self.total = 3 * self.config.max_iters + 2 * self.config.eval_iters * reports   # a step costs three forwards
-        self.done = self.total * self.step // max(1, self.config.max_iters)
-        self.first, self.begin, self.train_seconds, self.trained = self.done, time.monotonic(), 0.0, 0
-        self.last_tick, self.next_status, self.training = self.begin, self.begin + 0.5, False
-        self.write_record()
-        for self.step in range(self.step, self.config.max_iters + 1):
+        config = self.config
+        reports = 1 + -(-config.max_iters // config.eval_interval)
+        self.work = 3 * config.max_iters + 2 * config.eval_iters * reports  # a step counts as three forwards
+        self.done = self.done_before = int(self.work * self.step / max(1, config.max_iters))
+        self.begin = self.seen = time.monotonic()
+        self.next_status, self.stepping, self.step_seconds, self.tokens = self.begin + 0.5, False, 0.0, 0
+        for self.step in range(self.step, config.max_iters + 1):
             self.random = random_state()
             yield self.step
 
     def batch(self, split):
-        """This process's rows of the next batch; an interrupt ends the run here, between two steps."""
+        """This process's rows of the next batch. An interrupt ends the run here, between two steps."""
         if self.signals:
             self.signals.check()
-        self.show_status()
+        self.tick()
         x, y = get_batch(self.data[split], self.config, self.device)
-        rows = len(x) // self.world
-        mine = slice(rank() * rows, (rank() + 1) * rows)
+        rows = len(x) // WORLD
+        mine = slice(RANK * rows, (RANK + 1) * rows)
         return x[mine], y[mine]
-
-    def forward(self, x, y):
-        with self.precision():
-            return self.forward_model(x, y)
 
     def precision(self):
         return torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
 
+    def forward(self, x, y):
+        with self.precision():
+            return self.stepper(x, y)
+
     def watch(self, loss):
-        """Stop at a loss that is no number. On a GPU twenty losses are read at a time: each read makes it wait."""
+        """Stop at a loss that is no number. On a GPU twenty are read at a time: each read makes it wait."""
         self.unread.append(loss.detach())
-        self.trained += self.config.batch_size * self.config.block_size
+        self.tokens += self.config.batch_size * self.config.block_size
         if self.device.type == "cpu" or len(self.unread) == 20:
             losses, self.unread = torch.stack(self.unread).tolist(), []
             for step, self.loss in enumerate(losses, self.step + 1 - len(losses)):
                 self.must_be_finite(step, self.loss)
 
     def report(self, losses):
-        """Print, record and save what was measured at the top of this turn."""
-        if self.world > 1:
-            both = torch.tensor([losses["train"], losses["val"]], dtype=torch.float64)
-            torch.distributed.all_reduce(both)
-            losses = dict(zip(("train", "val"), (both / self.world).tolist()))
-        self.must_be_finite(self.step, losses["train"], losses["val"])
-        rate = learning_rate(self.step, self.config)
+        """Save, record and print what was measured at the top of this turn."""
+        if WORLD > 1:
+            losses = {split: total(torch.tensor(loss)).item() / WORLD for split, loss in losses.items()}
+        self.must_be_finite(self.step, *losses.values())
         tokens = self.step * self.config.batch_size * self.config.block_size
-        row = dict(zip(RECORD, (self.step, losses["train"], losses["val"], rate, tokens, self.elapsed())))
-        self.history.append(row)
-        if self.best() is row:
+        rate = learning_rate(self.step, self.config)
+        values = (self.step, losses["train"], losses["val"], rate, tokens, self.elapsed())
+        self.history.append(dict(zip(RECORD, values)))
+        if self.best() is self.history[-1]:
             self.save("best.pt")
         self.save("last.pt")
-        self.write_record()
-        more = [f"guessing scores ln({self.extra['vocab']}) = {math.log(self.extra['vocab']):.4f}"] \
-            if self.step == 0 and "vocab" in self.extra else self.speed()
-        say(f"step {self.step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f} ({', '.join(more)})")
+        self.save_record()
+        more = self.speed()
+        if self.step == 0 and self.extra:
+            vocab_size = len(self.extra["chars"])
+            more = f"guessing scores ln({vocab_size}) = {math.log(vocab_size):.4f}"
+        say(f"step {self.step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f} ({more})")
 
-    # ---- what it takes
+    # what that takes
 
     def best(self):
         return min(self.history, key=lambda row: row["val"])
 
-    def must_be_finite(self, step, *losses):
-        for loss in losses:
-            if not math.isfinite(loss):
-                raise RunFailed(f"the loss is {loss} at step {step}; try a lower --learning_rate or --grad_clip 1 "
-                                "(the checkpoints are from before that)")
-
     def elapsed(self):
         return self.seconds + time.monotonic() - self.begin
 
-    def speed(self):
-        """tokens/s while training, and the time that is left"""
-        left = (self.total - self.done) * (time.monotonic() - self.begin) / max(1, self.done - self.first)
-        rate = f"{self.trained / self.train_seconds:,.0f} tokens/s, " if self.train_seconds else ""
-        return [rate + f"{int(left) // 3600}:{int(left) // 60 % 60:02}:{int(left) % 60:02} left"]
+    def must_be_finite(self, step, *losses):
+        for loss in losses:
+            if not math.isfinite(loss):
+                raise RunFailed(f"the loss is {loss} at step {step}; try a lower --learning_rate, or "
+                                "--grad_clip 1 (the checkpoints are from before)")
 
-    def show_status(self):
-        now = time.monotonic()
-        if self.training:
-            self.train_seconds += now - self.last_tick
-        self.last_tick, self.training = now, self.model.training
-        self.done += 3 if self.training else 1
-        if now < self.next_status:
-            return
-        what = f"loss {self.loss:.4f}" if self.training else "measuring the loss"
-        text = f"step {self.step} of {self.config.max_iters}, {what}, {self.speed()[0]}"
-        moving = sys.stderr.isatty()
-        self.next_status = now + (0.2 if moving else 10)
-        if rank() == 0:
-            print(f"\r{text}\x1b[K" if moving else text, end="" if moving else "\n", file=sys.stderr, flush=True)
+    def speed(self):
+        seconds_each = (time.monotonic() - self.begin) / max(1, self.done - self.done_before)
+        left = int((self.work - self.done) * seconds_each)
+        rate = f"{self.tokens / self.step_seconds:,.0f} tokens/s, " if self.step_seconds else ""
+        return f"{rate}{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+
+    def tick(self):
+        """Keep the time, and show it: a moving line on a terminal, now and then a plain one elsewhere."""
+        now, moving = time.monotonic(), sys.stderr.isatty()
+        if self.stepping:
+            self.step_seconds += now - self.seen
+        self.seen, self.stepping = now, self.model.training
+        self.done += 3 if self.stepping else 1
+        if now > self.next_status and RANK == 0:
+            self.next_status = now + (0.2 if moving else 10)
+            what = f"loss {self.loss:.4f}" if self.stepping else "measuring the loss"
+            text = f"step {self.step} of {self.config.max_iters}, {what}, {self.speed()}"
+            begin, end = ("\r", "\x1b[K") if moving else ("", "\n")
+            print(begin + text, end=end, file=sys.stderr, flush=True)
 
     def save(self, name):
-        if not self.out or rank():
-            return
-        state = dict(self.extra, format=1, config=kept(self.config), step=self.step, history=self.history,
-                     seconds=self.elapsed(), model=self.model.state_dict())
-        if name == "last.pt":                                                   # what it takes to go on
-            state.update(optimizer=self.optimizer.state_dict(), random=self.random)
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        write_whole(self.out / name, buffer.getbuffer())
+        """Write best.pt (a model to sample from) or last.pt (with all it takes to go on exactly)."""
+        if self.out and RANK == 0:
+            state = dict(self.extra, format=1, config=settings(self.config), step=self.step,
+                         history=self.history, model=self.model.state_dict(), seconds=self.elapsed())
+            if name == "last.pt":
+                state.update(optimizer=self.optimizer.state_dict(), random=self.random)
+            content = io.BytesIO()
+            torch.save(state, content)
+            write_whole(self.out / name, content.getbuffer())
 
-    def write_record(self):
-        if self.out and not rank():
-            text = io.StringIO(newline="")
-            writer = csv.DictWriter(text, RECORD)
-            writer.writeheader()
-            writer.writerows(self.history)
-            write_whole(self.out / "loss.csv", text.getvalue().encode())
-
-
-def kept(config):
-    """The settings that belong to a run wherever it goes on: those of the model, the training and the data."""
-    names = [f.name for f in fields(Config)]
-    return {name: getattr(config, name) for name in names[:names.index("init_from")]}
+    def save_record(self):
+        if self.out and RANK == 0:
+            content = io.StringIO(newline="")
+            table = csv.DictWriter(content, RECORD)
+            table.writeheader()
+            table.writerows(self.history)
+            write_whole(self.out / "loss.csv", content.getvalue().encode())
 
 
 def random_state():
-    """Where all random numbers stand, as plain tensors."""
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    """Where the random numbers stand, as plain tensors."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def set_random_state(state):
@@ -599,8 +577,11 @@ def set_random_state(state):
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
+# ---- files
+
+
 def write_whole(path, content):
-    """Write a file so that, whatever happens on the way, either the old or the new one stands there whole."""
+    """Write a file so that at every moment either the old or the new one stands there whole."""
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "wb") as file:
@@ -610,47 +591,88 @@ def write_whole(path, content):
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise RunFailed(f"could not write {path}: {error.strerror}; an earlier {path.name} is as it was: make room, or "
-                        "name another folder with --out, and go on with --resume") from None
+        raise RunFailed(f"cannot write {path}: {error.strerror}; what stood there is whole; make room, "
+                        "then go on with --resume") from None
 
 
-def read_checkpoint(path):
-    """A checkpoint as a dictionary, on the CPU. Also takes bare weights saved from the lecture's own script."""
-    if not Path(path).exists():
-        raise UserError(f"there is no {path}; train first (python gpt.py), or name the run's folder with --out")
+def claim(out):
+    """Make the folder of a run and lock it until this process ends; UserError when another run holds it."""
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)    # tensors and plain types: no code
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / ".lock", "w")
+    except OSError as error:
+        raise UserError(f"cannot write to --out {out}: {error.strerror}; name another folder") from None
+    try:
+        if os.name == "nt":
+            import msvcrt
+            msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"another run is writing to {out}; wait for it, or name another --out") from None
+    return lock
+
+
+def move_aside(out):
+    """An earlier run in this folder gets a folder of its own."""
+    if earlier := [out / name for name in FILES if (out / name).exists()]:
+        number = 1
+        while (aside := out / f"old-{number}").exists():
+            number += 1
+        aside.mkdir()
+        for path in earlier:
+            path.rename(aside / path.name)
+        note(f"the earlier run in {out} is now in {aside}")
+
+
+def settings(config):
+    """What of all flags belongs to a run wherever it goes on: the fields of Config, as plain values."""
+    return {f.name: getattr(config, f.name) for f in fields(Config)}
+
+
+def read_checkpoint(path, given=(), base=None):
+    """
+    (checkpoint, config, model) of a file, on the CPU. The file fixes the vocabulary and the model's shape;
+    other settings are those of `base` (without one, the file's) and, above them, of the flags `given`. Bare weights
+    saved from the lecture's own script will do as well; `chars` is then None.
+    """
+    if not Path(path).exists():
+        raise UserError(f"there is no {path}; train first (python gpt.py), or name a run's folder with --out")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code, only plain types
         if "lm_head.weight" in checkpoint:
             checkpoint = {"format": 1, "config": {}, "chars": None, "model": checkpoint}
-        weights = {k: v for k, v in checkpoint["model"].items() if not k.endswith(".tril")}
-        n_embd = weights["token_embedding_table.weight"].shape[1]
-        shape = dict(n_layer=sum(k.endswith("ln1.weight") for k in weights), n_embd=n_embd,
-                     n_head=n_embd // weights["blocks.0.sa.heads.0.key.weight"].shape[0],
-                     block_size=weights["position_embedding_table.weight"].shape[0])
-        settings = {k: v for k, v in checkpoint["config"].items() if k in kept(Config())}
-        config = check(Config(**{**settings, **shape}))
-        vocab_size = weights["lm_head.weight"].shape[0]
-        chars = checkpoint["chars"]
-        if checkpoint["format"] != 1 or len(chars or range(vocab_size)) != vocab_size:
-            raise ValueError("another format")
-        GPTLanguageModel(config, vocab_size).load_state_dict(weights)           # every name, every shape
-    except Exception as error:                                                  # damaged, or foreign, in any way
-        raise UserError(f"{path} is not a checkpoint of gpt.py, or it is damaged "
-                        f"({type(error).__name__}); name another, or train again") from None
-    return dict(checkpoint, config=config, shape=shape, model=weights)
+        weights = {name: w for name, w in checkpoint["model"].items() if not name.endswith(".tril")}
+        vocab_size, n_embd = weights["token_embedding_table.weight"].shape
+        shape = {"n_layer": sum(name.endswith("ln1.weight") for name in weights), "n_embd": n_embd,
+                 "n_head": n_embd // len(weights["blocks.0.sa.heads.0.key.weight"]),
+                 "block_size": len(weights["position_embedding_table.weight"])}
+        known = {k: v for k, v in checkpoint["config"].items() if k in settings(Config)}
+        config = check(Flags(**{**(base or known), **dict(given), **shape}))
+        model = GPTLanguageModel(config, vocab_size)
+        model.load_state_dict(weights)
+        if checkpoint["format"] != 1 or len(checkpoint["chars"] or range(vocab_size)) != vocab_size:
+            raise ValueError("of another format")
+    except Exception as error:                                  # damaged or foreign, in any of many ways
+        raise UserError(f"{path} is no checkpoint of gpt.py, or it is damaged ({type(error).__name__}); "
+                        "name another, or train again") from None
+    for name in SHAPE:
+        if name in given and given[name] != shape[name]:
+            raise UserError(f"--{name} {given[name]} contradicts {path}, where it is {shape[name]}; "
+                            "leave the flag out, or train from the beginning")
+    return checkpoint, config, model
 
 
 def load(path="out/best.pt", device="auto"):
-    """The model of a checkpoint, ready to generate, and its tokenizer. UserError says what is wrong with a file."""
-    checkpoint = read_checkpoint(path)
+    """The model of a checkpoint, ready to generate, and its tokenizer; UserError if the file will not do."""
+    checkpoint, config, model = read_checkpoint(path)
     if checkpoint["chars"] is None:
-        raise UserError(f"{path} holds weights and no vocabulary; give it to --init_from, with the text it learned")
-    model = GPTLanguageModel(checkpoint["config"], len(checkpoint["chars"]))
-    model.load_state_dict(checkpoint["model"])
+        raise UserError(f"{path} has weights and no vocabulary; give it to --init_from, with its text")
     return model.to(pick_device(device)).eval(), Tokenizer(checkpoint["chars"])
 
 
-# ---- flags
+# ---- flags and machines
 
 
 def make_parser(config_class, doc, sizes):
@@ -661,350 +683,316 @@ def make_parser(config_class, doc, sizes):
     for f in fields(config_class):
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
-        values = {name: size.get(f.name, f.default) for name, size in sizes.items()}
-        text = f.metadata["help"].replace("%", "%%")
-        if len(set(values.values())) > 1:
-            text += " [" + ", ".join(f"{name} {value}" for name, value in values.items()) + "]"
-        elif f.default not in (None, "", False):
-            text += f" [{'yes' if f.default is True else f.default}]"
-        kind = dict(action=argparse.BooleanOptionalAction) if f.type is bool else dict(type=f.type)
-        if f.type is not bool:
-            kind.update(choices=f.metadata["limits"].get("among"),
-                        metavar={int: "N", float: "X", str: "WORD"}[f.type] if "among" not in f.metadata["limits"] else None)
-        group.add_argument(*dict.fromkeys([f"--{f.name}", f"--{f.name.replace('_', '-')}"]), help=text, **kind)
+        defaults = [f"{name} {values.get(f.name, f.default)}" for name, values in sizes.items()]
+        if not any(f.name in values for values in sizes.values()):
+            defaults = [str(f.default)] if f.default not in (None, "", False) else []
+        how = {"help": f.metadata["help"] + (f" [{', '.join(defaults)}]" if defaults else "")}
+        if f.type is bool:
+            how["action"] = argparse.BooleanOptionalAction
+        elif choices := f.metadata["limits"].get("among"):
+            how["choices"] = choices
+        else:
+            how.update(type=f.type, metavar={int: "N", float: "X", str: "TEXT"}[f.type])
+        group.add_argument(*dict.fromkeys([f"--{f.name}", f"--{f.name.replace('_', '-')}"]), **how)
     return parser
 
 
 def check(config):
-    """Hold every setting to its limits; UserError names the first that is outside."""
+    """Hold every number to its limits; UserError names the first that is outside."""
     for f in fields(config):
         value, limits = getattr(config, f.name), f.metadata["limits"]
-        if value is None or f.type not in (int, float):
+        if value is None or "least" not in limits:
             continue
-        if not (limits["least"] <= value < limits.get("below", math.inf)):
-            below = f" and below {limits['below']}" if "below" in limits else ""
-            raise UserError(f"--{f.name} {value}: it must be a number of at least {limits['least']}{below}")
+        least, below = limits["least"], limits.get("below", math.inf)
+        if not least <= value < below:                          # "not", since nothing is true of nan
+            raise UserError(f"--{f.name} {value} is out of range; it takes from {least} to under {below}")
     return config
 
 
-def choose_size(given, device):
-    """The Config of a fresh run from the flags that were given, and a line that says which size it is and why."""
-    size = given.get("size", "auto")
-    others = ", ".join(f"--size {name}" for name in SIZES)
-    if size != "auto":
-        why = f"{size}, as asked for"
-    elif all(name in given for name in SHAPE):
-        size, why = "lecture", "your own: the flags give the whole shape, and what they leave out is the lecture's"
-    elif device.startswith("cuda"):
-        size, why = "lecture", f"lecture, since there is a GPU (to choose: {others})"
-    else:
-        size, why = "laptop", f"laptop, since there is no CUDA GPU (to choose: {others})"
-    return check(Config(**{**SIZES[size], **given})), why
-
-
-def shape_of(checkpoint, given, path):
-    """The shape that a checkpoint fixes; UserError when a flag contradicts it."""
-    for name, value in checkpoint["shape"].items():
-        if given.get(name, value) != value:
-            raise UserError(f"--{name} {given[name]} contradicts {path}, whose model has {name} {value}; "
-                            "leave the flag out, or train from the beginning")
-    return checkpoint["shape"]
-
-
 def pick_device(name):
-    """ "auto" -> the fastest device that is here; a device that does not work here is a UserError """
-    here = ["cpu"] + [f"cuda:{i}" for i in range(torch.cuda.device_count()) if torch.cuda.is_available()]
-    here += ["mps"] if torch.backends.mps.is_available() else []
-    if name == "auto":
-        return "cuda:0" if "cuda:0" in here else here[-1]
-    name = "cuda:0" if name == "cuda" else name
+    """ "auto" -> the fastest device that is here; UserError for one that is not """
+    here = ["cpu"]
+    if torch.backends.mps.is_available():
+        here = ["mps", "cpu"]
+    if torch.cuda.is_available():
+        here = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + here
+    name = {"auto": here[0], "cuda": "cuda:0"}.get(name, name)
     if name not in here:
-        raise UserError(f"--device {name} does not work here, with torch {torch.__version__}; "
-                        f"what does: {', '.join(here)}")
+        raise UserError(f"--device {name} does not work here with torch {torch.__version__}; take one of: "
+                        f"{', '.join(here)}")
     return name
 
 
-def pick_dtype(config, device):
-    """The type for autocast: torch.bfloat16, or None for plain float32; UserError if what was asked cannot be had."""
-    able = device == "cpu" or (device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False))
-    if config.dtype == "bfloat16" and not able:
-        raise UserError(f"--dtype bfloat16 does not work on {device}; leave it out, or say --dtype float32")
-    if config.dtype == "auto" and device.startswith("cuda") and not able:
-        note(f"{device} has no bfloat16, so this runs in float32")
-    wanted = config.dtype == "bfloat16" or (config.dtype == "auto" and device.startswith("cuda"))
-    return torch.bfloat16 if wanted and able else None
+def pick_dtype(wanted, device):
+    """The type for autocast, bfloat16 or None for float32 throughout; UserError if it cannot be had."""
+    cuda = device.startswith("cuda")
+    able = device == "cpu" or cuda and torch.cuda.is_bf16_supported(including_emulation=False)
+    if wanted == "bfloat16" and not able:
+        raise UserError(f"--dtype bfloat16 does not work on {device}; leave it out, or take --dtype float32")
+    if wanted == "auto" and cuda and not able:
+        note(f"{device} has no bfloat16, so this runs in float32, more slowly")
+    return torch.bfloat16 if able and (wanted == "bfloat16" or wanted == "auto" and cuda) else None
 
 
-def faster(model, config, device, dtype):
-    """The model as the training steps call it: compiled where that pays, one of several under torchrun."""
+def pick_size(given, device):
+    """The settings of a fresh run from the flags given, and a line that says which size it is and why."""
+    size = given.get("size", "auto")
+    if size != "auto":
+        why = f"{size}, as asked"
+    elif all(name in given for name in SHAPE):
+        size, why = "lecture", "your own, by the flags; what they leave open is as in the lecture"
+    else:
+        size = "lecture" if device.startswith("cuda") else "laptop"
+        why = f"{size}, since there is {'a' if size == 'lecture' else 'no'} CUDA GPU; or choose: --size " \
+              + ", ".join(SIZES)
+    return check(Flags(**{**SIZES[size], **given})), why
+
+
+def make_stepper(model, config, device, dtype):
+    """The model as training steps call it: compiled where that pays, one of several under torchrun."""
     stepper = model
-    if device.startswith("cuda") if config.compile is None else config.compile:
+    if config.compile or config.compile is None and device.startswith("cuda"):
+        note("compiling the model, which can take a minute (--no-compile: without)")
         random = random_state()
-        try:                                                                    # much of it fails only when called
-            note("compiling the model (about a minute; --no-compile does without)")
+        try:                                                    # a trial step, since much fails only then
             stepper = torch.compile(model)
-            trial = torch.zeros(config.batch_size // world(), config.block_size, dtype=torch.long, device=device)
-            with torch.autocast(device.partition(":")[0], dtype) if dtype else nullcontext():
-                loss = stepper(trial, trial)[1]
+            shape = (config.batch_size // WORLD, config.block_size)
+            tokens = torch.zeros(shape, dtype=torch.long, device=device)
+            with torch.autocast(torch.device(device).type, dtype) if dtype else nullcontext():
+                logits, loss = stepper(tokens, tokens)
             loss.backward()
         except Exception as error:
             note(f"torch.compile does not work here ({type(error).__name__}), so this runs without it")
             stepper = model
         model.zero_grad(set_to_none=True)
         set_random_state(random)
-    if world() > 1:
+    if WORLD > 1:
         stepper = nn.parallel.DistributedDataParallel(stepper, broadcast_buffers=False)
     return stepper
 
 
-def world():
-    """How many processes work on this run? (torchrun says)"""
-    return int(os.environ.get("WORLD_SIZE", 1))
+# ---- text and pictures
 
 
-def claim(out):
-    """Make the folder of a run, and lock it until this process ends; UserError when another run holds it."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "w")
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror}; name another folder") from None
-    try:
-        if os.name == "nt":
-            import msvcrt
-            msvcrt.locking(lock.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"another run is writing to {out}; wait for its end, or name another folder with --out") from None
-    return lock
+def encode_prompt(text, tokenizer):
+    if lacking := sorted(set(text) - set(tokenizer.chars)):
+        known = "".join(tokenizer.chars)
+        raise UserError(f"the model never saw {''.join(lacking)!r}; take only its characters, {known!r}")
+    return tokenizer.encode(text)
 
 
-def move_aside(out):
-    """An earlier run in this folder moves to a folder of its own."""
-    earlier = [out / name for name in FILES if (out / name).exists()]
-    if earlier:
-        number = next(n for n in range(1, sys.maxsize) if not (out / f"old-{n}").exists())
-        (out / f"old-{number}").mkdir()
-        for path in earlier:
-            path.rename(out / f"old-{number}" / path.name)
-        note(f"the earlier run in {out} is now in {out / f'old-{number}'}")
-
-
-# ---- writing text, drawing pictures
-
-
-def write_text(model, tokenizer, config, seed):
-    """Print config.num_samples texts to stdout, each character as soon as it is drawn."""
-    signals = Signals()
+def write_text(model, tokenizer, config, seed, signals):
+    """Print config.num_samples texts, each character as soon as it is drawn."""
     prompt = sys.stdin.read() if config.prompt == "-" else config.prompt or ""
-    if lacking := sorted(set(prompt) - set(tokenizer.chars)):
-        raise UserError(f"the model never saw {''.join(lacking)!r}; a prompt can use {''.join(tokenizer.chars)!r}")
-    device = next(model.parameters()).device
-    idx = torch.tensor([tokenizer.encode(prompt) or [0]], device=device)        # (1, T); without a prompt, token 0
+    idx = torch.tensor([encode_prompt(prompt, tokenizer) or [0]])       # (1, T); without one, a newline
 
     def each(idx_next):
         signals.check()
-        print(tokenizer.decode([idx_next.item()]), end="", flush=True)
+        print(tokenizer.decode(idx_next[0].tolist()), end="", flush=True)
 
     torch.manual_seed(seed)
-    for i in range(config.num_samples):
-        print("\n---\n" if i else "", tokenizer.decode(idx[0].tolist()), sep="", end="", flush=True)
-        model.generate(idx, config.max_new_tokens, config.temperature, config.top_k, each)
+    for number in range(config.num_samples):
+        print("\n---\n" if number else "", tokenizer.decode(idx[0].tolist()), sep="", end="", flush=True)
+        model.generate(idx.to(next(model.parameters()).device), config.max_new_tokens, config.temperature,
+                       config.top_k, each)
     print(flush=True)
 
 
-def figure(width, height):
-    """An empty matplotlib figure, or None and one sentence where the extra is not installed."""
+def new_figure(width, height):
+    """An empty picture; None, and one sentence, where the extra that draws it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        note('no picture: matplotlib is not installed (pip install -e ".[plot]")')
-        return None
+        return note('no picture, since matplotlib is not installed: pip install -e ".[plot]"')
     return Figure((width, height), layout="constrained")
 
 
-def draw_loss(history, vocab, path):
-    """Train and val loss over the steps, what guessing scores, and the best step."""
-    if not (fig := figure(7, 4)):
-        return
-    ax = fig.subplots()
-    steps = [row["step"] for row in history]
-    for split in ("train", "val"):
-        ax.plot(steps, [row[split] for row in history], label=split, marker=".")
-    best = min(history, key=lambda row: row["val"])
-    ax.axhline(math.log(vocab), color="gray", linestyle="--", label=f"guessing: ln({vocab})")
-    ax.plot(best["step"], best["val"], "k*", label=f"best val: {best['val']:.4f} at step {best['step']}")
-    ax.set(xlabel="step", ylabel="loss (nats per character)")
-    ax.legend()
-    save_figure(fig, path)
+def save_figure(figure, path):
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=130)
+    write_whole(path, content.getbuffer())
+    note(f"picture: {path}")
+
+
+def draw_loss(history, best, vocab_size, path):
+    """Train and val loss step by step, with the best step, and what guessing scores."""
+    if figure := new_figure(7, 4):
+        axes = figure.subplots()
+        for split in ("train", "val"):
+            axes.plot([row["step"] for row in history], [row[split] for row in history], ".-", label=split)
+        axes.axhline(math.log(vocab_size), color="gray", linestyle="--", label=f"guessing: ln({vocab_size})")
+        axes.plot(best["step"], best["val"], "k*", label=f"best: {best['val']:.4f} at step {best['step']}")
+        axes.set(xlabel="step", ylabel="loss (nats per character)")
+        axes.legend()
+        save_figure(figure, path)
 
 
 def draw_attention(model, tokenizer, text, path):
-    """One panel for each layer and head: which earlier characters (columns) each position (row) looks at."""
-    if lacking := sorted(set(text) - set(tokenizer.chars)):
-        raise UserError(f"the model never saw {''.join(lacking)!r}; --attention can use {''.join(tokenizer.chars)!r}")
-    if not text:
-        raise UserError("--attention needs one character or more")
-    idx = torch.tensor([tokenizer.encode(text)[-model.block_size:]])            # (1, T)
-    labels = [repr(ch)[1:-1] if ch.isspace() and ch != " " else ch.replace(" ", "␣") for ch in text][-model.block_size:]
-    model, maps = model.cpu().eval(), []
+    """One panel for each layer and head: at which earlier characters (columns) each position (row) looks."""
+    tokens = encode_prompt(text, tokenizer)[-model.block_size:]
+    if not tokens:
+        raise UserError("--attention takes a text of one character or more")
+    maps = []
     for block in model.blocks:
-        block.sa.fused = False                                                  # the loop over heads, to look inside
-        for head in block.sa.heads:                                             # what goes into dropout are the weights
-            head.dropout.register_forward_hook(lambda module, args, output: maps.append(args[0][0]))     # (T, T)
+        block.sa.fused = False                                  # the loop over heads lets us look inside:
+        for head in block.sa.heads:                             # what goes into dropout is wei, (1, T, T)
+            head.dropout.register_forward_hook(lambda module, args, output: maps.append(args[0][0].cpu()))
     with torch.no_grad():
-        model(idx)
-    rows, columns, T = len(model.blocks), len(model.blocks[0].sa.heads), len(labels)
-    side = max(2.4, 0.13 * T)
-    if not (fig := figure(columns * side, rows * side)):
-        return
-    for i, (ax, wei) in enumerate(zip(fig.subplots(rows, columns, squeeze=False).flat, maps)):
-        ax.imshow(wei, cmap="Blues", vmin=0, vmax=1)
-        ax.set_title(f"layer {i // columns + 1}, head {i % columns + 1}", fontsize=8)
-        ax.set_xticks(range(T), labels, fontsize=6, family="monospace")
-        ax.set_yticks(range(T), labels, fontsize=6, family="monospace")
-        ax.tick_params(length=0, pad=1)
-    save_figure(fig, path)
-
-
-def save_figure(fig, path):
-    image = io.BytesIO()
-    fig.savefig(image, format="png", dpi=130)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, image.getbuffer())
-    note(f"drawn: {path}")
+        model(torch.tensor([tokens], device=next(model.parameters()).device))
+    rows, columns = len(model.blocks), len(model.blocks[0].sa.heads)
+    side = max(2.2, 0.12 * len(tokens))                         # inches, so that the characters stay legible
+    if figure := new_figure(side * columns, side * rows):
+        labels = [{" ": "␣", "\n": "↵"}.get(ch, ch) for ch in tokenizer.decode(tokens)]
+        for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
+            axes.imshow(maps[number], cmap="Blues", vmin=0, vmax=1)
+            axes.set_title(f"layer {number // columns + 1}, head {number % columns + 1}", fontsize=8)
+            axes.set_xticks(range(len(labels)), labels, fontsize=7)
+            axes.set_yticks(range(len(labels)), labels, fontsize=7)
+            axes.tick_params(length=0, pad=1)
+        save_figure(figure, path)
 
 
 # ---- the program
 
 
-def sample_or_draw(config, given):
+def sample_or_draw(flags, given):
     """--sample and --attention: use a model that is there already."""
-    path = config.init_from or Path(config.out) / "best.pt"
-    shape_of(read_checkpoint(path), given, path)
-    model, tokenizer = load(path, config.device)
-    if config.attention is not None:
-        draw_attention(model, tokenizer, config.attention, Path(config.out) / "attention.png")
+    path = flags.init_from or Path(flags.out) / "best.pt"
+    read_checkpoint(path, given)                                # a flag that contradicts it is an error
+    model, tokenizer = load(path, flags.device)
+    if flags.attention is not None:
+        Path(flags.out).mkdir(parents=True, exist_ok=True)
+        draw_attention(model, tokenizer, flags.attention, Path(flags.out) / "attention.png")
     else:
-        seed = torch.seed() % 2**32 if config.sample_seed is None else config.sample_seed
-        note(f"({path}, seed {seed})")
-        write_text(model, tokenizer, config, seed)
+        seed = torch.seed() % 2**32 if flags.sample_seed is None else flags.sample_seed
+        note(f"{path}, --sample_seed {seed}")
+        write_text(model, tokenizer, flags, seed, Signals())
 
 
-def train_and_sample(config, why, given):
-    """The run: text, model, training, a sample, and where everything is."""
-    out, start = Path(config.out), None
-    if config.resume or config.init_from:
-        path = config.init_from or out / "last.pt"
-        start = read_checkpoint(path)
-        settings = asdict(start["config"]) if config.resume else asdict(config)
-        config = check(replace(config, **{**{k: settings[k] for k in kept(config)}, **shape_of(start, given, path),
-                                          **{k: v for k, v in given.items() if k in kept(config)}}))
+def get_text(flags, start):
+    """The tokenizer, the data and the name of the text; what a checkpoint has learned must fit."""
+    fallback = start and start.get("text") == MANUAL and not flags.data
+    found = [find_text(MANUAL if fallback else flags.data)] if RANK == 0 else [("", None)]
+    if WORLD > 1:                                               # process 0 fetches, the others come after
+        names = [found[0][0]]
+        torch.distributed.broadcast_object_list(names)
+        found = found if RANK == 0 else [find_text(MANUAL if names[0] == MANUAL else flags.data)]
+    (name, text), chars = found[0], start and start["chars"]
+    tokenizer, data = load_data(text, name, flags.block_size, Tokenizer(chars) if chars else None)
+    length = len(data["train"]) + len(data["val"])
+    if flags.resume and length != start["length"]:
+        raise UserError(f"{name} has {length:,} characters, and this run learned from {start['text']} with "
+                        f"{start['length']:,}; for another text there is --init_from {flags.out}/best.pt")
+    return tokenizer, data, name, length
+
+
+def train_and_sample(flags, why, given):
+    """A whole run: the text, the model, the training, a sample, and where everything is."""
+    out, start, model = Path(flags.out), None, None
+    if flags.resume or flags.init_from:
+        path = flags.init_from or out / "last.pt"
+        start, flags, model = read_checkpoint(path, given, None if flags.resume else settings(flags))
         why = f"that of {path}"
-        if config.resume and "optimizer" not in start:
-            raise UserError(f"{path} holds a model to sample from and not a run to go on with; use --init_from {path}")
-    if config.batch_size % world():
-        raise UserError(f"--batch_size {config.batch_size} cannot be shared by {world()} processes; take a multiple")
-
-    device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if world() > 1 and config.device == "auto"
-                         and torch.cuda.is_available() else config.device)
-    dtype = pick_dtype(config, device)
-    if world() > 1:
-        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
-    if device.startswith("cuda"):
+        if flags.resume and "optimizer" not in start:
+            raise UserError(f"{path} is a model, not a run to go on with; use --init_from {path}")
+    if flags.batch_size % WORLD:
+        raise UserError(f"{WORLD} processes cannot share --batch_size {flags.batch_size}; take a multiple")
+    device = flags.device
+    if WORLD > 1 and device == "auto" and torch.cuda.is_available():
+        device = f"cuda:{os.environ['LOCAL_RANK']}"                     # a GPU for each process
+    device = pick_device(device)
+    cuda, dtype = device.startswith("cuda"), pick_dtype(flags.dtype, device)
+    if cuda:
         torch.cuda.set_device(device)
-    lock = claim(out) if rank() == 0 else None                                  # held until the end
+    if WORLD > 1:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    lock = claim(out) if RANK == 0 else None
 
-    name, text = find_text(MANUAL if start and start.get("text") == MANUAL and not config.data else config.data)
-    tokenizer = Tokenizer(start["chars"]) if start and start["chars"] else None
-    tokenizer, data = load_data(text, name, config.block_size, tokenizer)
-    length = sum(len(split) for split in data.values())
-    if config.resume and length != start["length"]:
-        raise UserError(f"{name} has {length:,} characters, and the run in {out} was trained on {start['text']} with "
-                        f"{start['length']:,}; to go on with another text, use --init_from {out / 'best.pt'}")
-    vocab = len(tokenizer.chars)
-
-    torch.manual_seed(config.seed)
-    model = GPTLanguageModel(config, vocab)
-    if start:
-        model.load_state_dict(start["model"])
-    model = model.to(device)
+    tokenizer, data, name, length = get_text(flags, start)
+    torch.manual_seed(flags.seed)
+    model = (model or GPTLanguageModel(flags, len(tokenizer.chars))).to(device)
     threads = f" ({torch.get_num_threads()} threads)" if device == "cpu" else ""
-    say(f"device: {device}{threads}, torch {torch.__version__}, {'bfloat16' if dtype else 'float32'}, "
-        f"{world()} process{'es' * (world() > 1)}")
-    say(f"text:   {name}, {length:,} characters, a vocabulary of {vocab}")
-    say(f"model:  {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters: n_layer {config.n_layer}, "
-        f"n_head {config.n_head}, n_embd {config.n_embd}, block_size {config.block_size}")
+    processes = f", {WORLD} processes" if WORLD > 1 else ""
+    numbers = "bfloat16" if dtype else "float32"
+    say(f"device: {device}{threads}{processes}, {numbers}, torch {torch.__version__}")
+    say(f"text:   {name}, {length:,} characters, {len(tokenizer.chars)} of them distinct")
+    say(f"model:  {sum(p.numel() for p in model.parameters()):,} parameters: n_layer {flags.n_layer}, n_head "
+        f"{flags.n_head}, n_embd {flags.n_embd}, block_size {flags.block_size}")
     say(f"size:   {why}")
     if name == MANUAL:
-        note(f"notice: the text is not Shakespeare, it is {MANUAL}. {BY_HAND}")
-    if config.lr_decay_iters not in (0, config.max_iters):
-        note(f"notice: the learning rate falls until step {config.lr_decay_iters}, and the run has {config.max_iters} "
-             f"steps; --lr_decay_iters {config.max_iters} would fit")
-    if device.startswith("cuda"):
-        data = {split: tokens.to(device) for split, tokens in data.items()}
-    if rank() == 0 and not config.resume:
+        note(f"notice: this is {MANUAL}, not Shakespeare. {BY_HAND}")
+    if flags.lr_decay_iters not in (0, flags.max_iters):
+        note(f"notice: the learning rate falls until step {flags.lr_decay_iters}, the run ends at "
+             f"{flags.max_iters}; --lr_decay_iters {flags.max_iters} would fit it")
+    if cuda:
+        data = {split: tokens.to(device) for split, tokens in data.items()}    # bytes: small beside the model
+        if WORLD > 1:
+            torch.cuda.manual_seed(flags.seed + RANK)           # dropout of its own for each process
+    if RANK == 0 and not flags.resume:
         move_aside(out)
-
-    extra = dict(chars="".join(tokenizer.chars), text=name, length=length, vocab=vocab)
-    run = Run(model, data, config, out, extra, start if config.resume else None,
-              faster(model, config, device, dtype), dtype, Signals())
+    signals = Signals()
+    run = Run(model, data, flags, out, {"chars": "".join(tokenizer.chars), "text": name, "length": length},
+              start if flags.resume else None, make_stepper(model, flags, device, dtype), dtype, signals)
     try:
-        train(model, data, config, run)
+        train(model, data, flags, run)
     except Interrupted:
         run.save("last.pt")
-        note(f"stopped at step {run.step}, saved; to go on: {command(config, '--resume')}")
+        note(f"stopped at step {run.step} and saved; to go on: {command(flags, '--resume')}")
         raise
-    if rank():
-        return
-    best = run.best()
-    if (out / "best.pt").exists():
-        model.load_state_dict(read_checkpoint(out / "best.pt")["model"])
-    draw_loss(run.history, vocab, out / "loss.png")
-    say(f"best:   val loss {best['val']:.4f} at step {best['step']}; the sample is drawn from that model\n")
-    write_text(model, tokenizer, config, config.seed if config.sample_seed is None else config.sample_seed)
-    if name == MANUAL:
-        note(f"\nnotice: what was learned is {MANUAL}, not Shakespeare. {BY_HAND}")
-    say(f"\nfiles:  {out / 'best.pt'} (the best model), {out / 'last.pt'} (to go on), {out / 'loss.csv'} (the record)")
-    say(f"write:  {command(config, '--sample --max_new_tokens 1000')}")
-    say(f"go on:  {command(config, f'--resume --max_iters {2 * config.max_iters or 1000}')}")
+    finally:
+        if WORLD > 1:
+            torch.distributed.destroy_process_group()
+    if RANK == 0:
+        best = run.best()
+        draw_loss(run.history, best, len(tokenizer.chars), out / "loss.png")
+        say(f"best:   val loss {best['val']:.4f} at step {best['step']}; that model writes:")
+        model.load_state_dict(read_checkpoint(out / "best.pt")[2].state_dict())
+        seed = flags.seed if flags.sample_seed is None else flags.sample_seed
+        write_text(model, tokenizer, flags, seed, signals)
+        if name == MANUAL:
+            note(f"notice: it learned {MANUAL}, not Shakespeare. {BY_HAND}")
+        say(f"\nfiles:  in {out}: best.pt (the best model), last.pt (to go on), loss.csv (the record)")
+        say(f"write:  {command(flags, '--sample')}")
+        say(f"go on:  {command(flags, f'--resume --max_iters {2 * flags.max_iters or 1000}')}")
+    del lock                                                            # held until here
 
 
-def command(config, flags):
-    return f"python gpt.py {flags}" + (f" --out {config.out}" if config.out != "out" else "")
+def command(flags, words):
+    return f"python gpt.py {words}" + (f" --out {flags.out}" if flags.out != "out" else "")
 
 
 def main(argv=None):
-    parser = make_parser(Config, __doc__, SIZES)
+    parser = make_parser(Flags, __doc__, SIZES)
     given = vars(parser.parse_args(argv))
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")                                    # a console that lacks a character
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")                    # no console that lacks a character ends a run
     try:
-        # what can be said at once is said at once: before the text, the model or the network
-        device = "cpu" if given.get("device", "auto") == "cpu" else pick_device(given.get("device", "auto"))
-        config, why = choose_size(given, device)
-        if config.n_embd % config.n_head:
-            raise UserError(f"--n_embd {config.n_embd} is not a multiple of --n_head {config.n_head}; "
-                            f"try --n_embd {config.n_embd // config.n_head * config.n_head or config.n_head}")
-        if config.sample or config.prompt is not None or config.attention is not None:
-            sample_or_draw(config, given)
+        # what can be said at once is said before the text, the model or the network is touched
+        flags, why = pick_size(given, pick_device(given.get("device", "auto")))
+        if flags.n_embd % flags.n_head:
+            raise UserError(f"--n_embd {flags.n_embd} is not a multiple of --n_head {flags.n_head}; take "
+                            f"--n_embd {(flags.n_embd // flags.n_head or 1) * flags.n_head}")
+        if flags.sample or flags.prompt is not None or flags.attention is not None:
+            sample_or_draw(flags, given)
         else:
-            train_and_sample(config, why, given)
+            train_and_sample(flags, why, given)
     except UserError as error:
-        parser.error(error)
+        parser.error(str(error))
     except RunFailed as error:
         parser.exit(1, f"gpt.py: {error}\n")
-    except (torch.OutOfMemoryError, MemoryError):
-        parser.exit(1, "gpt.py: out of memory; lower --batch_size first, then --block_size or --n_embd, or take "
-                       "--size laptop\n")
     except Interrupted as stopped:
         sys.exit(128 + stopped.args[0])
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:                                                     # whoever read our output has left
+    except BrokenPipeError:                                     # whoever read our output has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            parser.exit(1, "gpt.py: out of memory; lower --batch_size first, then --block_size or --n_embd, "
+                           "or take --size laptop\n")
+        if WORLD == 1:
+            raise
+        parser.exit(1, f"gpt.py: process {RANK} of {WORLD} cannot go on: {str(error).splitlines()[0]}\n")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ TRIES = 2                                          # for each source, when somet
 
 
 def fetch(url, part):
-    """Write what stands at `url` to the file `part`. ValueError: it is not the text. Else as requests raises."""
-    import requests                                # here, since only a download needs it
+    """Write what stands at `url` to the file `part`; ValueError if that is not the text."""
+    import requests  # here, since only a download needs it
 
     digest, size, start = hashlib.sha256(), 0, time.monotonic()
     with requests.get(url, stream=True, timeout=TIMEOUT) as reply, open(part, "wb") as file:
@@ -50,18 +50,18 @@ def fetch(url, part):
 
 
 def download(target=INPUT, sources=SOURCES):
-    """Place Tiny Shakespeare at `target`, from the first source that has it; ConnectionError lists what failed."""
+    """Place Tiny Shakespeare at `target`, from the first source that has it; ConnectionError says why not."""
     import requests
 
     target, failures = Path(target), []
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")      # one each, should two of us run at once
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")  # one each, should two of us run at once
     for url in sources:
-        for attempt in range(TRIES):
+        for _ in range(TRIES):
             print(f"downloading {url}", file=sys.stderr)
             try:
                 fetch(url, part)
                 os.replace(part, target)           # the whole file or none
-                print(f"{SIZE:,} bytes, sha256 checked, at {target}", file=sys.stderr)
+                print(f"{target} is whole: its sha256 is right", file=sys.stderr)
                 return target
             except (requests.RequestException, ValueError) as error:
                 failures.append(f"  {url}: {reason(error)}")
@@ -70,6 +70,8 @@ def download(target=INPUT, sources=SOURCES):
                     break                          # the answer was clear: another try would not change it
             finally:
                 part.unlink(missing_ok=True)
+                if sys.stderr.isatty():
+                    print(file=sys.stderr)         # below the moving line
     raise ConnectionError("\n".join(["Tiny Shakespeare could not be fetched:", *failures]))
 
 

@@ -1,6 +1,6 @@
 """
-How a text is found, read and encoded: UTF-8 on every platform, a byte order mark dropped, every line ending a plain
-newline. A text is an iterable of strings, its pieces, so that a gigabyte is read without ever being held whole.
+How a text is found, read and encoded: UTF-8 on every platform, a byte order mark dropped, every line ending a
+plain newline. A text is an iterable of strings, its pieces, so that a gigabyte need never be held whole.
 """
 import sys
 from pathlib import Path
@@ -31,23 +31,23 @@ class TextFile:
         except UnicodeDecodeError:
             raise UserError(self.where_it_is_not_utf8()) from None
         except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror}; name a text with --data FILE") from None
+            raise UserError(f"cannot read {self.path}: {error.strerror}; name another with --data") from None
 
     def where_it_is_not_utf8(self):
         offset = 0
-        for line in open(self.path, "rb"):                             # a newline never stands inside a character
+        for line in open(self.path, "rb"):                         # a newline never stands inside a character
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                return (f"{self.path} is not UTF-8: byte 0x{line[error.start]:02x} at offset {offset + error.start}; "
-                        "save it as UTF-8 in a text editor")
+                return (f"{self.path} is not UTF-8: byte 0x{line[error.start]:02x} at offset "
+                        f"{offset + error.start}; save it as UTF-8 in a text editor")
             offset += len(line)
 
 
 def find_text(path=""):
     """
-    The name and the pieces of the text to train on: the file `path`; without one input.txt, downloaded if need be;
-    and with no network the manual that is inside every Python, so that there is always something to learn.
+    The name and the pieces of the text to train on: the file `path`; without one input.txt, downloaded if
+    need be; with no network the manual inside every Python, so that there is always something to learn.
     """
     if path and path != MANUAL:
         return path, TextFile(path)
@@ -71,8 +71,8 @@ def vocabulary(text):
 
 def encode_text(text, stoi):
     """
-    Every character of a text through the dictionary stoi, as an array (N,) of the smallest integers that hold the
-    vocabulary. numpy looks all the characters of a piece up at once in a table with an entry for each code point.
+    Every character of a text through the dictionary stoi, as an array (N,) of the smallest integers that hold
+    the vocabulary. numpy looks up all characters of a piece at once, in a table with an entry per code point.
     """
     dtype = next(t for t in (np.uint8, np.int16, np.int32) if len(stoi) - 1 <= np.iinfo(t).max)
     table = np.zeros(sys.maxunicode + 1, dtype)
