@@ -4,8 +4,8 @@ The bigram baseline: the lecture's first language model, which sees one characte
     python bigram.py                 train on Tiny Shakespeare (seconds on a CPU), then print 500 characters
     python bigram.py --help          every flag
 
-Guessing would score ln(65) = 4.1744. This model reaches about 2.48, and no bigram can do better than 2.4519 on
-the training text; its words are no words yet. gpt.py is the answer: `diff bigram.py gpt.py` is the lecture.
+Guessing would score ln(65) = 4.1744. This model comes near 2.4519, the best that any bigram can do on the
+training text, and its words are no words yet. gpt.py is the answer: `diff bigram.py gpt.py` is the lecture.
 """
 import argparse
 import math
@@ -132,7 +132,7 @@ class BigramLanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens):
-        """ idx (B, T) of tokens -> (B, T + max_new_tokens), each new token drawn from what the model predicts """
+        """ idx (B, T) of tokens -> (B, T + max_new_tokens), each new token drawn from the prediction """
         for _ in range(max_new_tokens):
             logits, loss = self(idx)
             logits = logits[:, -1, :]                           # the last time step: (B, C)
@@ -147,7 +147,7 @@ class BigramLanguageModel(nn.Module):
 
 
 def train(model, data, config, device):
-    """ the training loop; prints the loss of both splits every eval_interval steps, and of the finished model """
+    """ the training loop; prints the loss of both splits every eval_interval steps and at the end """
     def batch(split):
         return get_batch(data[split], config, device)
 

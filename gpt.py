@@ -265,7 +265,7 @@ class GPTLanguageModel(nn.Module):
         """
         idx (B, T) of tokens -> (B, T + max_new_tokens), each new token drawn from what the model predicts.
         A temperature below 1 sharpens, 0 takes the likeliest; top_k keeps the k likeliest; each is called
-        with every new column (B, 1) as it is drawn. ValueError: tokens outside the vocabulary, or bad settings.
+        with every new column (B, 1) as it comes. ValueError: tokens outside the vocabulary, or bad settings.
         """
         if idx.numel() == 0 or idx.min() < 0 or idx.max() >= self.lm_head.out_features:
             raise ValueError(f"tokens must be one or more, each in 0..{self.lm_head.out_features - 1}")
@@ -634,8 +634,8 @@ def settings(config):
 def read_checkpoint(path, given=(), base=None):
     """
     (checkpoint, config, model) of a file, on the CPU. The file fixes the vocabulary and the model's shape;
-    other settings are those of `base` (without one, the file's) and, above them, of the flags `given`. Bare weights
-    saved from the lecture's own script will do as well; `chars` is then None.
+    other settings are those of `base` (without one, the file's) and, above them, of the flags `given`. Bare
+    weights saved from the lecture's own script will do as well; `chars` is then None.
     """
     if not Path(path).exists():
         raise UserError(f"there is no {path}; train first (python gpt.py), or name a run's folder with --out")
