@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from data.text import UserError, encode_text, find_text, vocabulary
+from data.text import BY_HAND, MANUAL, UserError, encode_text, find_text, vocabulary
 
 # --------------------------------------------------------------------------------------------------
 # hyperparameters
@@ -36,7 +36,7 @@ class Config:
     eval_interval: int = opt(300, "after how many steps do we measure the loss again?", least=1)
     eval_iters: int = opt(200, "over how many batches of each split is the loss averaged?", least=1)
     learning_rate: float = opt(1e-2, "how large is a step?", least=0)
-    seed: int = opt(1337, "which random numbers?", least=0)
+    seed: int = opt(1337, "which random numbers?", least=0, below=2**63)
     data: str = opt("", "which text file? (default: input.txt, downloaded when absent)", "data")
     device: str = opt("auto", "where? cpu, cuda, cuda:1, mps (auto: the fastest that is here)", "running")
     max_new_tokens: int = opt(500, "how many characters to write at the end?", least=0)
@@ -183,7 +183,7 @@ def make_parser(config_class, doc, sizes):
             group = parser.add_argument_group(f.metadata["group"])
         defaults = [f"{name} {values.get(f.name, f.default)}" for name, values in sizes.items()]
         if not any(f.name in values for values in sizes.values()):
-            defaults = [str(f.default)] if f.default not in (None, "", False) else []
+            defaults = [] if f.default in (None, "") or f.type is bool else [str(f.default)]
         how = {"help": f.metadata["help"] + (f" [{', '.join(defaults)}]" if defaults else "")}
         if f.type is bool:
             how["action"] = argparse.BooleanOptionalAction
@@ -236,7 +236,9 @@ def main(argv=None):
         model = BigramLanguageModel(vocab_size).to(device)
         train(model, data, config, device)
         context = torch.zeros((1, 1), dtype=torch.long, device=device)      # token 0, a newline
-        print(tokenizer.decode(model.generate(context, config.max_new_tokens)[0].tolist()))
+        print(tokenizer.decode(model.generate(context, config.max_new_tokens)[0].tolist()), flush=True)
+        if name == MANUAL:
+            print(f"notice: it learned {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
     except UserError as error:
         parser.error(str(error))
     except KeyboardInterrupt:

@@ -58,7 +58,7 @@ class Config:
     weight_decay: float = opt(0.01, "how hard are weights pulled to zero? (0.01 is AdamW's default)", least=0)
     beta2: float = opt(0.999, "how long does AdamW remember squared gradients?", least=0, below=1)
     grad_clip: float = opt(0.0, "the longest gradient that is let through (0: any)", least=0)
-    seed: int = opt(1337, "which random numbers?", least=0)
+    seed: int = opt(1337, "which random numbers?", least=0, below=2**63)
 
     data: str = opt("", "which text file? (default: input.txt, downloaded when absent)", "data")
 
@@ -349,9 +349,9 @@ SIZES = {
     "lecture": {},
     "notebook": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, dropout=0.0, batch_size=16,
                      learning_rate=1e-3),
-    "laptop": dict(n_layer=4, n_head=4, n_embd=96, block_size=64, dropout=0.0, batch_size=16, max_iters=4000,
-                   eval_interval=500, eval_iters=50, learning_rate=4e-3, warmup_iters=50, lr_decay_iters=4000,
-                   weight_decay=0.1, beta2=0.99, grad_clip=1.0),
+    "laptop": dict(n_layer=3, n_head=4, n_embd=112, block_size=64, dropout=0.0, init_std=0.05, batch_size=16,
+                   max_iters=4500, eval_interval=500, eval_iters=40, learning_rate=3e-3, warmup_iters=200,
+                   lr_decay_iters=4500, weight_decay=0.1, beta2=0.995, grad_clip=1.0),
 }
 RECORD = ("step", "train", "val", "learning_rate", "tokens", "seconds")  # the columns of loss.csv
 FILES = ("best.pt", "last.pt", "loss.csv", "loss.png", "attention.png")  # what a run leaves in --out
@@ -379,7 +379,8 @@ class Flags(Config):
     temperature: float = opt(1.0, "how daring? (0: always the likeliest character)", least=0)
     top_k: int = opt(None, "choose among how many of the likeliest? (default: all)", least=1)
     num_samples: int = opt(1, "how many texts?", least=1)
-    sample_seed: int = opt(None, "which random numbers draw it? (default: new ones each time)", least=0)
+    sample_seed: int = opt(None, "which random numbers draw it? (default: new ones each time)", least=0,
+                           below=2**63)
     attention: str = opt(None, "draw where each head looks, in this text, as attention.png in --out")
 
 
@@ -412,20 +413,22 @@ class Signals:
 
     def remember(self, number, frame):
         self.asked = int(number)
+        if RANK == 0:                                               # print may not be called from here
+            os.write(2, b"\nstopping as soon as this step is done; once more stops at once\n")
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
 
     def check(self):
         asked = self.asked
-        if torch.distributed.is_initialized():                  # all processes stop at the same step
-            asked = int(total(torch.tensor(asked), torch.distributed.ReduceOp.MAX))
+        if WORLD > 1:                  # all processes stop at the same step
+            asked = int(total(torch.tensor(asked), "MAX"))
         if asked:
             raise Interrupted(asked)
 
 
-def total(tensor, op=torch.distributed.ReduceOp.SUM):
+def total(tensor, op="SUM"):
     """The sum (or what op says) of a CPU tensor over all processes."""
-    torch.distributed.all_reduce(tensor, op)
+    torch.distributed.all_reduce(tensor, getattr(torch.distributed.ReduceOp, op))
     return tensor
 
 
@@ -485,15 +488,14 @@ class Run:
 
     def watch(self, loss):
         """Stop at a loss that is no number. On a GPU twenty are read at a time: each read makes it wait."""
-        self.unread.append(loss.detach())
+        self.unread.append((self.step, loss.detach()))
         self.tokens += self.config.batch_size * self.config.block_size
         if self.device.type == "cpu" or len(self.unread) == 20:
-            losses, self.unread = torch.stack(self.unread).tolist(), []
-            for step, self.loss in enumerate(losses, self.step + 1 - len(losses)):
-                self.must_be_finite(step, self.loss)
+            self.read_losses()
 
     def report(self, losses):
         """Save, record and print what was measured at the top of this turn."""
+        self.read_losses()
         if WORLD > 1:
             losses = {split: total(torch.tensor(loss)).item() / WORLD for split, loss in losses.items()}
         self.must_be_finite(self.step, *losses.values())
@@ -512,6 +514,12 @@ class Run:
         say(f"step {self.step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f} ({more})")
 
     # what that takes
+
+    def read_losses(self):
+        unread, self.unread = self.unread, []
+        for step, loss in unread:
+            self.loss = loss.item()
+            self.must_be_finite(step, self.loss)
 
     def best(self):
         return min(self.history, key=lambda row: row["val"])
@@ -559,7 +567,7 @@ class Run:
     def save_record(self):
         if self.out and RANK == 0:
             content = io.StringIO(newline="")
-            table = csv.DictWriter(content, RECORD)
+            table = csv.DictWriter(content, RECORD, lineterminator="\n")
             table.writeheader()
             table.writerows(self.history)
             write_whole(self.out / "loss.csv", content.getvalue().encode())
@@ -664,9 +672,9 @@ def read_checkpoint(path, given=(), base=None):
     return checkpoint, config, model
 
 
-def load(path="out/best.pt", device="auto"):
+def load(path="out/best.pt", device="auto", given=()):
     """The model of a checkpoint, ready to generate, and its tokenizer; UserError if the file will not do."""
-    checkpoint, config, model = read_checkpoint(path)
+    checkpoint, config, model = read_checkpoint(path, given)
     if checkpoint["chars"] is None:
         raise UserError(f"{path} has weights and no vocabulary; give it to --init_from, with its text")
     return model.to(pick_device(device)).eval(), Tokenizer(checkpoint["chars"])
@@ -685,7 +693,7 @@ def make_parser(config_class, doc, sizes):
             group = parser.add_argument_group(f.metadata["group"])
         defaults = [f"{name} {values.get(f.name, f.default)}" for name, values in sizes.items()]
         if not any(f.name in values for values in sizes.values()):
-            defaults = [str(f.default)] if f.default not in (None, "", False) else []
+            defaults = [] if f.default in (None, "") or f.type is bool else [str(f.default)]
         how = {"help": f.metadata["help"] + (f" [{', '.join(defaults)}]" if defaults else "")}
         if f.type is bool:
             how["action"] = argparse.BooleanOptionalAction
@@ -858,8 +866,7 @@ def draw_attention(model, tokenizer, text, path):
 def sample_or_draw(flags, given):
     """--sample and --attention: use a model that is there already."""
     path = flags.init_from or Path(flags.out) / "best.pt"
-    read_checkpoint(path, given)                                # a flag that contradicts it is an error
-    model, tokenizer = load(path, flags.device)
+    model, tokenizer = load(path, flags.device, given)
     if flags.attention is not None:
         Path(flags.out).mkdir(parents=True, exist_ok=True)
         draw_attention(model, tokenizer, flags.attention, Path(flags.out) / "attention.png")
@@ -895,6 +902,8 @@ def train_and_sample(flags, why, given):
         why = f"that of {path}"
         if flags.resume and "optimizer" not in start:
             raise UserError(f"{path} is a model, not a run to go on with; use --init_from {path}")
+        if flags.resume and start["step"] > flags.max_iters:
+            raise UserError(f"the run in {out} is at step {start['step']} already; take a larger --max_iters")
     if flags.batch_size % WORLD:
         raise UserError(f"{WORLD} processes cannot share --batch_size {flags.batch_size}; take a multiple")
     device = flags.device
@@ -919,8 +928,6 @@ def train_and_sample(flags, why, given):
     say(f"model:  {sum(p.numel() for p in model.parameters()):,} parameters: n_layer {flags.n_layer}, n_head "
         f"{flags.n_head}, n_embd {flags.n_embd}, block_size {flags.block_size}")
     say(f"size:   {why}")
-    if name == MANUAL:
-        note(f"notice: this is {MANUAL}, not Shakespeare. {BY_HAND}")
     if flags.lr_decay_iters not in (0, flags.max_iters):
         note(f"notice: the learning rate falls until step {flags.lr_decay_iters}, the run ends at "
              f"{flags.max_iters}; --lr_decay_iters {flags.max_iters} would fit it")
@@ -935,7 +942,7 @@ def train_and_sample(flags, why, given):
               start if flags.resume else None, make_stepper(model, flags, device, dtype), dtype, signals)
     try:
         train(model, data, flags, run)
-    except Interrupted:
+    except (Interrupted, BrokenPipeError):                          # the second: whoever read our output left
         run.save("last.pt")
         note(f"stopped at step {run.step} and saved; to go on: {command(flags, '--resume')}")
         raise
@@ -969,15 +976,17 @@ def main(argv=None):
     try:
         # what can be said at once is said before the text, the model or the network is touched
         flags, why = pick_size(given, pick_device(given.get("device", "auto")))
-        if flags.n_embd % flags.n_head:
+        if given.get("size", "auto") != "auto" and flags.resume:
+            raise UserError("--size is for a new run, and --resume goes on with its own; leave one out")
+        if flags.n_embd % flags.n_head and not (flags.resume or flags.init_from):
             raise UserError(f"--n_embd {flags.n_embd} is not a multiple of --n_head {flags.n_head}; take "
                             f"--n_embd {(flags.n_embd // flags.n_head or 1) * flags.n_head}")
         if flags.sample or flags.prompt is not None or flags.attention is not None:
             sample_or_draw(flags, given)
         else:
             train_and_sample(flags, why, given)
-    except UserError as error:
-        parser.error(str(error))
+    except UserError as error:                                          # one voice for each machine
+        sys.exit(2) if int(os.environ.get("LOCAL_RANK", 0)) else parser.error(str(error))
     except RunFailed as error:
         parser.exit(1, f"gpt.py: {error}\n")
     except Interrupted as stopped:

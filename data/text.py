@@ -24,6 +24,8 @@ class TextFile:
         self.path = Path(path)
 
     def __iter__(self):
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise UserError(f"{self.path} is no plain file, and a text is read twice; save it as one first")
         try:
             with open(self.path, encoding="utf-8-sig") as file:        # "-sig": without a byte order mark
                 while piece := file.read(1 << 20):
@@ -55,7 +57,7 @@ def find_text(path=""):
         try:
             return INPUT.name, TextFile(INPUT if INPUT.exists() else download())
         except OSError as error:                                       # no network, or no room for the file
-            print(error, file=sys.stderr)
+            print(f"{error}\nnotice: so the text is {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
     from pydoc_data.topics import topics
 
     return MANUAL, ["\n\n".join(topics[name] for name in sorted(topics))]
