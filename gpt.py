@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -350,8 +351,8 @@ SIZES = {
     "notebook": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, dropout=0.0, batch_size=16,
                      learning_rate=1e-3),
     "laptop": dict(n_layer=3, n_head=4, n_embd=112, block_size=64, dropout=0.0, init_std=0.05, batch_size=16,
-                   max_iters=4500, eval_interval=500, eval_iters=40, learning_rate=3e-3, warmup_iters=200,
-                   lr_decay_iters=4500, weight_decay=0.1, beta2=0.995, grad_clip=1.0),
+                   max_iters=4200, eval_interval=500, eval_iters=40, learning_rate=3e-3, warmup_iters=200,
+                   lr_decay_iters=4200, weight_decay=0.1, beta2=0.995, grad_clip=1.0),
 }
 RECORD = ("step", "train", "val", "learning_rate", "tokens", "seconds")  # the columns of loss.csv
 FILES = ("best.pt", "last.pt", "loss.csv", "loss.png", "attention.png")  # what a run leaves in --out
@@ -420,7 +421,8 @@ class Signals:
 
     def check(self):
         asked = self.asked
-        if WORLD > 1:                  # all processes stop at the same step
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # all processes stop at the same step
             asked = int(total(torch.tensor(asked), "MAX"))
         if asked:
             raise Interrupted(asked)
@@ -775,7 +777,9 @@ def make_stepper(model, config, device, dtype):
         model.zero_grad(set_to_none=True)
         set_random_state(random)
     if WORLD > 1:
-        stepper = nn.parallel.DistributedDataParallel(stepper, broadcast_buffers=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)              # newer torch names it otherwise
+            stepper = nn.parallel.DistributedDataParallel(stepper, broadcast_buffers=False)
     return stepper
 
 
