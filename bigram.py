@@ -201,7 +201,7 @@ def check(config):
         value, limits = getattr(config, f.name), f.metadata["limits"]
         if value is None or "least" not in limits:
             continue
-        least, below = limits["least"], limits.get("below", math.inf)
+        least, below = limits["least"], limits.get("below", math.inf if f.type is float else 2**31)
         if not least <= value < below:                          # "not", since nothing is true of nan
             raise UserError(f"--{f.name} {value} is out of range; it takes from {least} to under {below}")
     return config

@@ -451,7 +451,7 @@ class Run:
         if start:                                               # its last report is made once more
             self.step, self.seconds = start["step"], start["seconds"]
             self.history = [row for row in start["history"] if row["step"] < self.step]
-        self.loss, self.unread = math.nan, []
+        self.loss, self.unread = None, []
 
     # what the loop calls
 
@@ -550,7 +550,8 @@ class Run:
         self.done += 3 if self.stepping else 1
         if now > self.next_status and RANK == 0:
             self.next_status = now + (0.2 if moving else 10)
-            what = f"loss {self.loss:.4f}" if self.stepping else "measuring the loss"
+            what = "measuring the loss" if not self.stepping else "training" if self.loss is None else \
+                f"loss {self.loss:.4f}"
             text = f"step {self.step} of {self.config.max_iters}, {what}, {self.speed()}"
             begin, end = ("\r", "\x1b[K") if moving else ("", "\n")
             print(begin + text, end=end, file=sys.stderr, flush=True)
@@ -713,7 +714,7 @@ def check(config):
         value, limits = getattr(config, f.name), f.metadata["limits"]
         if value is None or "least" not in limits:
             continue
-        least, below = limits["least"], limits.get("below", math.inf)
+        least, below = limits["least"], limits.get("below", math.inf if f.type is float else 2**31)
         if not least <= value < below:                          # "not", since nothing is true of nan
             raise UserError(f"--{f.name} {value} is out of range; it takes from {least} to under {below}")
     return config
@@ -928,7 +929,7 @@ def train_and_sample(flags, why, given):
     processes = f", {WORLD} processes" if WORLD > 1 else ""
     numbers = "bfloat16" if dtype else "float32"
     say(f"device: {device}{threads}{processes}, {numbers}, torch {torch.__version__}")
-    say(f"text:   {name}, {length:,} characters, {len(tokenizer.chars)} of them distinct")
+    say(f"text:   {name}, {length:,} characters, a vocabulary of {len(tokenizer.chars)}")
     say(f"model:  {sum(p.numel() for p in model.parameters()):,} parameters: n_layer {flags.n_layer}, n_head "
         f"{flags.n_head}, n_embd {flags.n_embd}, block_size {flags.block_size}")
     say(f"size:   {why}")

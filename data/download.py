@@ -31,7 +31,8 @@ def fetch(url, part):
     digest, size, start = hashlib.sha256(), 0, time.monotonic()
     with requests.get(url, stream=True, timeout=TIMEOUT) as reply, open(part, "wb") as file:
         reply.raise_for_status()
-        for piece in reply.iter_content(1 << 16):
+        # read1 gives what is there, where iter_content would wait for a whole piece, however slowly it trickles in
+        while piece := reply.raw.read1(1 << 16, decode_content=True):
             file.write(piece)
             digest.update(piece)
             size += len(piece)
@@ -53,6 +54,7 @@ def download(target=INPUT, sources=SOURCES):
     """Place Tiny Shakespeare at `target`, from the first source that has it; ConnectionError says why not."""
     import requests
 
+    raw_errors = requests.packages.urllib3.exceptions.HTTPError    # what reading from the middle of a reply raises
     target, failures = Path(target), []
     part = target.with_name(f".{target.name}.{os.getpid()}.part")  # one each, should two of us run at once
     for url in sources:
@@ -63,9 +65,9 @@ def download(target=INPUT, sources=SOURCES):
                 os.replace(part, target)           # the whole file or none
                 print(f"{target} is whole: its sha256 is right", file=sys.stderr)
                 return target
-            except (requests.RequestException, ValueError) as error:
+            except (requests.RequestException, raw_errors, ValueError) as error:
                 failures.append(f"  {url}: {reason(error)}")
-                broke = isinstance(error, requests.exceptions.ChunkedEncodingError)
+                broke = isinstance(error, raw_errors)
                 if not broke and getattr(getattr(error, "response", None), "status_code", 0) < 500:
                     break                          # the answer was clear: another try would not change it
             finally:

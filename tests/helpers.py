@@ -53,12 +53,14 @@ def call(*args, stdin="", plot=False, encoding="utf-8"):
     sys.stderr = err = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
     if not plot:                                                # drawing takes longer than such a run
         sys.modules.update(dict.fromkeys(blocked))
-    code = 0
+    code, threads = 0, torch.get_num_threads()
+    torch.set_num_threads(1)                                    # two that wait for each other cost more here
     try:
         gpt.main([str(arg) for arg in args])
     except SystemExit as stop:
         code = stop.code or 0
     finally:
+        torch.set_num_threads(threads)
         sys.stdin, sys.stdout, sys.stderr = streams
         for number, handler in handlers:
             signal.signal(number, handler)
@@ -78,7 +80,7 @@ def environment(folder, plot=False, **more):
     """Without proxies, on one core, and without matplotlib, which would take longer than the run."""
     env = {name: value for name, value in os.environ.items()
            if name.lower() not in ("http_proxy", "https_proxy", "all_proxy", "no_proxy")}
-    env.update(OMP_NUM_THREADS="1", PYTHONWARNINGS="default", NO_PROXY="127.0.0.1")
+    env.update(OMP_NUM_THREADS="1", NO_PROXY="127.0.0.1")
     if not plot:
         fake = Path(folder) / "without-matplotlib"
         fake.mkdir(exist_ok=True)
@@ -104,7 +106,7 @@ def run(folder, *args, timeout=60, root=ROOT, env=None, input=None, **more):
         process.kill()
         out, err = process.communicate()
         raise AssertionError(f"still running after {timeout} s: {out[-500:]!r} {err[-500:]!r}") from None
-    return SimpleNamespace(code=process.returncode, out=out.decode(), err=err.decode())
+    return SimpleNamespace(code=process.returncode, out=(out or b"").decode(), err=(err or b"").decode())
 
 
 def ended(process, within=20):

@@ -1,7 +1,8 @@
 """
-The pair: two files that a reader takes one after the other, the definitions they share the same in both, and a README
-that says nothing the code does not do.
+The pair: two files that a reader takes one after the other, the definitions they share the same in both, and
+a README that says nothing the code does not do.
 """
+
 import ast
 import inspect
 import math
@@ -19,7 +20,16 @@ import gpt
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SHARED = ["opt", "Tokenizer", "load_data", "get_batch", "estimate_loss", "make_parser", "check", "pick_device"]
+SHARED = [
+    "opt",
+    "Tokenizer",
+    "load_data",
+    "get_batch",
+    "estimate_loss",
+    "make_parser",
+    "check",
+    "pick_device",
+]
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -31,6 +41,7 @@ def test_shared_definitions_stand_in_the_same_order():
     def order(module):
         tree = ast.parse(inspect.getsource(module))
         return [node.name for node in tree.body if getattr(node, "name", None) in SHARED]
+
     assert order(bigram) == order(gpt) == SHARED
 
 
@@ -49,8 +60,12 @@ def test_the_files_keep_to_their_size(name, most, lecture_most):
 def test_no_line_is_longer_than_110_columns():
     sources = [*ROOT.glob("*.py"), *ROOT.glob("data/*.py"), *ROOT.glob("tests/*.py")]
     assert len(sources) > 10
-    assert [f"{path.name}: {line}" for path in sources
-            for line in path.read_text(encoding="utf-8").splitlines() if len(line) > 110] == []
+    assert [
+        f"{path.name}: {line}"
+        for path in sources
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if len(line) > 110
+    ] == []
 
 
 def test_readme_is_at_most_200_lines():
@@ -81,15 +96,24 @@ def test_the_top_level_holds_what_it_should_and_nothing_else():
         pytest.skip("not a git checkout")
     top = {line.partition("/")[0] for line in done.stdout.splitlines()}
     assert {name for name in top if not name.startswith(".")} == {
-        "README.md", "bigram.py", "data", "gpt.py", "pyproject.toml", "tests"}
+        "README.md",
+        "bigram.py",
+        "data",
+        "gpt.py",
+        "pyproject.toml",
+        "tests",
+    }
 
 
 def readme_commands(script):
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    # whatever stands before the script (pip, torchrun and its flags) and behind it (a comment) belongs to others
-    return [line.split(script, 1)[1].split(" &&")[0].split("   #")[0] for line in lines if f"{script}" in line
-            and re.search(rf"(python|torchrun|\d|uv run).* {script}", line)]
+    # what stands before the script (pip, torchrun and its flags) and behind it (a comment) is not ours
+    return [
+        line.split(script, 1)[1].split(" &&")[0].split("   #")[0]
+        for line in lines
+        if f"{script}" in line and re.search(rf"(python|torchrun|\d|uv run).* {script}", line)
+    ]
 
 
 @pytest.mark.parametrize("module, script", [(bigram, "bigram.py"), (gpt, "gpt.py")])
@@ -104,8 +128,19 @@ def test_every_command_in_the_readme_parses(module, script):
 
 def test_every_flag_that_the_readme_names_exists():
     names = {f.name for module in (bigram.Config, gpt.Flags) for f in fields(module)}
-    others = {"index-url", "extra", "help", "standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint",
-              "rdzv_id", "no-sync", "size"}
+    others = {
+        "index-url",
+        "extra",
+        "help",
+        "standalone",
+        "nproc_per_node",
+        "nnodes",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_id",
+        "no-sync",
+        "size",
+    }
     for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", README):
         assert flag in others or flag.removeprefix("no-").replace("-", "_") in names, flag
 
@@ -117,8 +152,11 @@ def test_the_numbers_in_the_readme_that_can_be_recomputed():
         count = f"{sum(p.numel() for p in model.parameters()):,}"
         assert re.search(rf"\| `{size}`[^\n]*\| {count} \|", README), (size, count)
         for name in ("n_layer", "n_head", "n_embd", "block_size"):
-            assert getattr(gpt.Config(**values), name) == int(re.search(
-                rf"\| `{size}`.*", README)[0].split("|")[2 + ["n_layer", "n_head", "n_embd", "block_size"].index(name)])
+            assert getattr(gpt.Config(**values), name) == int(
+                re.search(rf"\| `{size}`.*", README)[0].split("|")[
+                    2 + ["n_layer", "n_head", "n_embd", "block_size"].index(name)
+                ]
+            )
 
 
 def test_the_readme_maps_the_lesson_to_code_and_tests_that_exist():
