@@ -36,7 +36,7 @@ class Config:
     eval_interval: int = opt(300, "after how many steps do we measure the loss again?", least=1)
     eval_iters: int = opt(200, "over how many batches of each split is the loss averaged?", least=1)
     learning_rate: float = opt(1e-2, "how large is a step?", least=0)
-    seed: int = opt(1337, "which random numbers?", least=0, below=2**63)
+    seed: int = opt(1337, "which random numbers?", least=0)
     data: str = opt("", "which text file? (default: input.txt, downloaded when absent)", "data")
     device: str = opt("auto", "where? cpu, cuda, cuda:1, mps (auto: the fastest that is here)", "running")
     max_new_tokens: int = opt(500, "how many characters to write at the end?", least=0)
@@ -201,7 +201,7 @@ def check(config):
         value, limits = getattr(config, f.name), f.metadata["limits"]
         if value is None or "least" not in limits:
             continue
-        least, below = limits["least"], limits.get("below", math.inf if f.type is float else 2**31)
+        least, below = limits["least"], limits.get("below", math.inf if f.type is float else 2**63)
         if not least <= value < below:                          # "not", since nothing is true of nan
             raise UserError(f"--{f.name} {value} is out of range; it takes from {least} to under {below}")
     return config

@@ -59,7 +59,7 @@ class Config:
     weight_decay: float = opt(0.01, "how hard are weights pulled to zero? (0.01 is AdamW's default)", least=0)
     beta2: float = opt(0.999, "how long does AdamW remember squared gradients?", least=0, below=1)
     grad_clip: float = opt(0.0, "the longest gradient that is let through (0: any)", least=0)
-    seed: int = opt(1337, "which random numbers?", least=0, below=2**63)
+    seed: int = opt(1337, "which random numbers?", least=0)
 
     data: str = opt("", "which text file? (default: input.txt, downloaded when absent)", "data")
 
@@ -380,8 +380,7 @@ class Flags(Config):
     temperature: float = opt(1.0, "how daring? (0: always the likeliest character)", least=0)
     top_k: int = opt(None, "choose among how many of the likeliest? (default: all)", least=1)
     num_samples: int = opt(1, "how many texts?", least=1)
-    sample_seed: int = opt(None, "which random numbers draw it? (default: new ones each time)", least=0,
-                           below=2**63)
+    sample_seed: int = opt(None, "which random numbers draw it? (default: new ones each time)", least=0)
     attention: str = opt(None, "draw where each head looks, in this text, as attention.png in --out")
 
 
@@ -714,7 +713,7 @@ def check(config):
         value, limits = getattr(config, f.name), f.metadata["limits"]
         if value is None or "least" not in limits:
             continue
-        least, below = limits["least"], limits.get("below", math.inf if f.type is float else 2**31)
+        least, below = limits["least"], limits.get("below", math.inf if f.type is float else 2**63)
         if not least <= value < below:                          # "not", since nothing is true of nan
             raise UserError(f"--{f.name} {value} is out of range; it takes from {least} to under {below}")
     return config
@@ -892,6 +891,10 @@ def get_text(flags, start):
     (name, text), chars = found[0], start and start["chars"]
     tokenizer, data = load_data(text, name, flags.block_size, Tokenizer(chars) if chars else None)
     length = len(data["train"]) + len(data["val"])
+    learned = len(start["model"]["lm_head.weight"]) if start else len(tokenizer.chars)
+    if learned != len(tokenizer.chars):                                 # bare weights, without their vocabulary
+        raise UserError(f"{flags.init_from} was trained on {learned} distinct characters and {name} has "
+                        f"{len(tokenizer.chars)}; give the text that these weights learned with --data")
     if flags.resume and length != start["length"]:
         raise UserError(f"{name} has {length:,} characters, and this run learned from {start['text']} with "
                         f"{start['length']:,}; for another text there is --init_from {flags.out}/best.pt")

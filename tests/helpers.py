@@ -92,7 +92,8 @@ def environment(folder, plot=False, **more):
 
 def start(folder, *args, root=ROOT, plot=False, env=None, **popen):
     """gpt.py as a process of its own."""
-    popen = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **popen}
+    popen = {"bufsize": 0, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL,
+             **popen}
     return subprocess.Popen([sys.executable, "gpt.py", *map(str, args)], cwd=root,
                             env=environment(folder, plot, **env or {}), **popen)
 
