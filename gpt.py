@@ -3,7 +3,7 @@ A GPT in one file: the Transformer of the lecture "Let's build GPT: from scratch
 
     python gpt.py                                train on Tiny Shakespeare, then print a sample
     python gpt.py --sample --prompt "ROMEO:"     let the best model so far go on writing
-    python gpt.py --resume --max_iters 9000      go on training
+    python gpt.py --resume                       go on training after an interrupt
     python gpt.py --help                         every flag, with its reason
 
 Read bigram.py first, then this from the top: all down to the line `running it` is the lecture, in order.
@@ -352,7 +352,7 @@ SIZES = {
                      learning_rate=1e-3),
     "laptop": dict(n_layer=3, n_head=4, n_embd=112, block_size=64, dropout=0.0, init_std=0.05, batch_size=16,
                    max_iters=4200, eval_interval=500, eval_iters=40, learning_rate=3e-3, warmup_iters=200,
-                   lr_decay_iters=4200, weight_decay=0.1, beta2=0.995, grad_clip=1.0),
+                   lr_decay_iters=4200, min_lr=1.5e-4, weight_decay=0.1, beta2=0.995, grad_clip=1.0),
 }
 RECORD = ("step", "train", "val", "learning_rate", "tokens", "seconds")  # the columns of loss.csv
 FILES = ("best.pt", "last.pt", "loss.csv", "loss.png", "attention.png")  # what a run leaves in --out
@@ -413,10 +413,10 @@ class Signals:
 
     def remember(self, number, frame):
         self.asked = int(number)
-        if RANK == 0:                                               # print may not be called from here
-            os.write(2, b"\nstopping as soon as this step is done; once more stops at once\n")
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
+        if RANK == 0:                                                   # print may not be called from here
+            os.write(2, b"\nstopping as soon as this step is done; once more stops at once\n")
 
     def check(self):
         asked = self.asked
@@ -549,8 +549,8 @@ class Run:
         self.done += 3 if self.stepping else 1
         if now > self.next_status and RANK == 0:
             self.next_status = now + (0.2 if moving else 10)
-            what = "measuring the loss" if not self.stepping else "training" if self.loss is None else \
-                f"loss {self.loss:.4f}"
+            known = self.stepping and self.loss is not None
+            what = f"loss {self.loss:.4f}" if known else "measuring the loss"
             text = f"step {self.step} of {self.config.max_iters}, {what}, {self.speed()}"
             begin, end = ("\r", "\x1b[K") if moving else ("", "\n")
             print(begin + text, end=end, file=sys.stderr, flush=True)
@@ -650,7 +650,9 @@ def read_checkpoint(path, given=(), base=None):
     if not Path(path).exists():
         raise UserError(f"there is no {path}; train first (python gpt.py), or name a run's folder with --out")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # no code, only plain types
+        with warnings.catch_warnings():                                 # it warns of what it then refuses
+            warnings.simplefilter("ignore")
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)    # plain types, no code
         if "lm_head.weight" in checkpoint:
             checkpoint = {"format": 1, "config": {}, "chars": None, "model": checkpoint}
         weights = {name: w for name, w in checkpoint["model"].items() if not name.endswith(".tril")}
@@ -848,7 +850,7 @@ def draw_attention(model, tokenizer, text, path):
     for block in model.blocks:
         block.sa.fused = False                                  # the loop over heads lets us look inside:
         for head in block.sa.heads:                             # what goes into dropout is wei, (1, T, T)
-            head.dropout.register_forward_hook(lambda module, args, output: maps.append(args[0][0].cpu()))
+            head.dropout.register_forward_hook(lambda module, args, output: maps.append(args[0][0].tolist()))
     with torch.no_grad():
         model(torch.tensor([tokens], device=next(model.parameters()).device))
     rows, columns = len(model.blocks), len(model.blocks[0].sa.heads)
@@ -892,7 +894,7 @@ def get_text(flags, start):
     tokenizer, data = load_data(text, name, flags.block_size, Tokenizer(chars) if chars else None)
     length = len(data["train"]) + len(data["val"])
     learned = len(start["model"]["lm_head.weight"]) if start else len(tokenizer.chars)
-    if learned != len(tokenizer.chars):                                 # bare weights, without their vocabulary
+    if learned != len(tokenizer.chars):                         # bare weights lack their vocabulary
         raise UserError(f"{flags.init_from} was trained on {learned} distinct characters and {name} has "
                         f"{len(tokenizer.chars)}; give the text that these weights learned with --data")
     if flags.resume and length != start["length"]:
@@ -957,18 +959,21 @@ def train_and_sample(flags, why, given):
     finally:
         if WORLD > 1:
             torch.distributed.destroy_process_group()
-    if RANK == 0:
-        best = run.best()
-        draw_loss(run.history, best, len(tokenizer.chars), out / "loss.png")
-        say(f"best:   val loss {best['val']:.4f} at step {best['step']}; that model writes:")
-        model.load_state_dict(read_checkpoint(out / "best.pt")[2].state_dict())
-        seed = flags.seed if flags.sample_seed is None else flags.sample_seed
-        write_text(model, tokenizer, flags, seed, signals)
-        if name == MANUAL:
-            note(f"notice: it learned {MANUAL}, not Shakespeare. {BY_HAND}")
-        say(f"\nfiles:  in {out}: best.pt (the best model), last.pt (to go on), loss.csv (the record)")
-        say(f"write:  {command(flags, '--sample')}")
-        say(f"go on:  {command(flags, f'--resume --max_iters {2 * flags.max_iters or 1000}')}")
+    if RANK:
+        os._exit(0)                                             # no teardown: its threads may abort
+    best = run.best()
+    draw_loss(run.history, best, len(tokenizer.chars), out / "loss.png")
+    say(f"best:   val loss {best['val']:.4f} at step {best['step']}; that model writes:")
+    model.load_state_dict(read_checkpoint(out / "best.pt")[2].state_dict())
+    seed = flags.seed if flags.sample_seed is None else flags.sample_seed
+    write_text(model, tokenizer, flags, seed, signals)
+    if name == MANUAL:
+        note(f"notice: it learned {MANUAL}, not Shakespeare. {BY_HAND}")
+    say(f"\nfiles:  in {out}: best.pt (the best model), last.pt (to go on), loss.csv (the record)")
+    say(f"write:  {command(flags, '--sample')}")
+    longer = 2 * flags.max_iters or 1000
+    decay = f" --lr_decay_iters {longer}" if flags.lr_decay_iters else ""       # up again, and down until then
+    say(f"go on:  {command(flags, f'--resume --max_iters {longer}{decay}')}")
     del lock                                                            # held until here
 
 

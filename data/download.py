@@ -31,7 +31,7 @@ def fetch(url, part):
     digest, size, start = hashlib.sha256(), 0, time.monotonic()
     with requests.get(url, stream=True, timeout=TIMEOUT) as reply, open(part, "wb") as file:
         reply.raise_for_status()
-        # read1 gives what is there, where iter_content would wait for a whole piece, however slowly it trickles in
+        # read1 gives what is there; iter_content would wait for a whole piece, however slowly it comes
         while piece := reply.raw.read1(1 << 16, decode_content=True):
             file.write(piece)
             digest.update(piece)
@@ -54,7 +54,7 @@ def download(target=INPUT, sources=SOURCES):
     """Place Tiny Shakespeare at `target`, from the first source that has it; ConnectionError says why not."""
     import requests
 
-    raw_errors = requests.packages.urllib3.exceptions.HTTPError    # what reading from the middle of a reply raises
+    raw_errors = requests.packages.urllib3.exceptions.HTTPError  # raised in mid-reply
     target, failures = Path(target), []
     part = target.with_name(f".{target.name}.{os.getpid()}.part")  # one each, should two of us run at once
     for url in sources:

@@ -1,4 +1,5 @@
 """What several tests need. All models here are tiny, and one thread is faster for them than two that wait."""
+
 import os
 from pathlib import Path
 

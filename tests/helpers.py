@@ -1,5 +1,5 @@
 """What the tests of the running program share: a small text, a tiny model, and three ways to run gpt.py."""
-import gc
+
 import io
 import os
 import random
@@ -16,9 +16,28 @@ import torch
 import gpt
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ["--n_layer", "2", "--n_head", "2", "--n_embd", "16", "--block_size", "8", "--batch_size", "4",
-        "--max_iters", "20", "--eval_interval", "10", "--eval_iters", "2", "--max_new_tokens", "20",
-        "--device", "cpu"]
+TINY = [
+    "--n_layer",
+    "2",
+    "--n_head",
+    "2",
+    "--n_embd",
+    "16",
+    "--block_size",
+    "8",
+    "--batch_size",
+    "4",
+    "--max_iters",
+    "20",
+    "--eval_interval",
+    "10",
+    "--eval_iters",
+    "2",
+    "--max_new_tokens",
+    "20",
+    "--device",
+    "cpu",
+]
 WORDS = "the cat sat on a mat and saw that dog run home, so it ate. Why not?\n"
 
 
@@ -40,7 +59,8 @@ def write_small_text(folder, length=3000, seed=0):
 
 def tiny(folder, *flags, data=None):
     """The flags of a tiny run on a small text in the folder; later flags win."""
-    return [*TINY, "--data", str(data or write_small_text(folder)), "--out", str(Path(folder) / "out"), *flags]
+    data = data or write_small_text(folder)
+    return [*TINY, "--data", str(data), "--out", str(Path(folder) / "out"), *map(str, flags)]
 
 
 def call(*args, stdin="", plot=False, encoding="utf-8"):
@@ -51,10 +71,10 @@ def call(*args, stdin="", plot=False, encoding="utf-8"):
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
     sys.stdout = out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
     sys.stderr = err = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
-    if not plot:                                                # drawing takes longer than such a run
+    if not plot:  # drawing takes longer than such a run
         sys.modules.update(dict.fromkeys(blocked))
     code, threads = 0, torch.get_num_threads()
-    torch.set_num_threads(1)                                    # two that wait for each other cost more here
+    torch.set_num_threads(1)  # two that wait for each other cost more here
     try:
         gpt.main([str(arg) for arg in args])
     except SystemExit as stop:
@@ -69,17 +89,20 @@ def call(*args, stdin="", plot=False, encoding="utf-8"):
                 sys.modules[name] = module
             elif not plot:
                 del sys.modules[name]
-    gc.collect()                                                # a lock falls with the frame that held it
     out.flush()
     err.flush()
-    return SimpleNamespace(code=code, out=out.buffer.getvalue().decode(encoding),
-                           err=err.buffer.getvalue().decode(encoding))
+    return SimpleNamespace(
+        code=code, out=out.buffer.getvalue().decode(encoding), err=err.buffer.getvalue().decode(encoding)
+    )
 
 
 def environment(folder, plot=False, **more):
     """Without proxies, on one core, and without matplotlib, which would take longer than the run."""
-    env = {name: value for name, value in os.environ.items()
-           if name.lower() not in ("http_proxy", "https_proxy", "all_proxy", "no_proxy")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name.lower() not in ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+    }
     env.update(OMP_NUM_THREADS="1", NO_PROXY="127.0.0.1")
     if not plot:
         fake = Path(folder) / "without-matplotlib"
@@ -92,15 +115,25 @@ def environment(folder, plot=False, **more):
 
 def start(folder, *args, root=ROOT, plot=False, env=None, **popen):
     """gpt.py as a process of its own."""
-    popen = {"bufsize": 0, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL,
-             **popen}
-    return subprocess.Popen([sys.executable, "gpt.py", *map(str, args)], cwd=root,
-                            env=environment(folder, plot, **env or {}), **popen)
+    popen = {
+        "bufsize": 0,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "stdin": subprocess.DEVNULL,
+        **popen,
+    }
+    return subprocess.Popen(
+        [sys.executable, "gpt.py", *map(str, args)],
+        cwd=root,
+        env=environment(folder, plot, **env or {}),
+        **popen,
+    )
 
 
 def run(folder, *args, timeout=60, root=ROOT, env=None, input=None, **more):
-    process = start(folder, *args, root=root, env=env, **more,
-                    **({} if input is None else {"stdin": subprocess.PIPE}))
+    process = start(
+        folder, *args, root=root, env=env, **more, **({} if input is None else {"stdin": subprocess.PIPE})
+    )
     try:
         out, err = process.communicate(input, timeout)
     except subprocess.TimeoutExpired:

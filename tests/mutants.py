@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,30 +245,32 @@ def copy(folder):
     shutil.copytree(ROOT, folder, ignore=names, dirs_exist_ok=True)
 
 
+def attack(name, files, old, new):
+    """The mutant's name if the tests did not notice it."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy(Path(folder))
+        apply(Path(folder), files, old, new)
+        begin = time.monotonic()
+        # the pair's contract compares texts, and would notice a change in one file without a thought
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["--ignore", "tests/test_09_pair.py"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    if done.returncode not in (0, 1):
+        sys.exit(f"{name}: pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    by = next((line for line in done.stdout.splitlines() if line.startswith("FAILED")), "")[:90]
+    verdict = "killed  " if done.returncode else "SURVIVED"
+    print(f"{verdict} {name} ({time.monotonic() - begin:.0f} s) {by}", flush=True)
+    return None if done.returncode else name
+
+
 def main(words):
     chosen = [mutant for mutant in MUTANTS if all(word in mutant[0] for word in words)]
     for _, files, old, new in MUTANTS:  # all must apply before the first one runs
         with tempfile.TemporaryDirectory() as folder:
             copy(Path(folder))
             apply(Path(folder), files, old, new)
-    survived = []
-    for name, files, old, new in chosen:
-        with tempfile.TemporaryDirectory() as folder:
-            copy(Path(folder))
-            apply(Path(folder), files, old, new)
-            begin = time.monotonic()
-            # the pair's contract compares texts, and would notice a change in one file without a thought
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-            command += ["--ignore", "tests/test_09_pair.py"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
-        if done.returncode not in (0, 1):
-            sys.exit(
-                f"{name}: pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-            )
-        survived += [] if done.returncode else [name]
-        by = next((line for line in done.stdout.splitlines() if line.startswith("FAILED")), "")[:90]
-        verdict = "killed  " if done.returncode else "SURVIVED"
-        print(f"{verdict} {name} ({time.monotonic() - begin:.0f} s) {by}", flush=True)
+    with ThreadPoolExecutor(2) as pool:                         # two at a time
+        survived = [name for name in pool.map(lambda mutant: attack(*mutant), chosen) if name]
     print(f"{len(chosen) - len(survived)} of {len(chosen)} killed")
     return 1 if survived else 0
 

@@ -1,4 +1,5 @@
 """Chapter 1: the text, its characters, and integers for them."""
+
 import hashlib
 
 import numpy as np
@@ -51,8 +52,10 @@ def test_a_whole_text_is_encoded_as_the_list_comprehension_does_it(text):
     assert encode_text(pieces, tokenizer.stoi).tolist() == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("count, dtype", [(256, np.uint8), (257, np.int16), (32768, np.int16), (32769, np.int32)])
+@pytest.mark.parametrize(
+    "count, dtype", [(256, np.uint8), (257, np.int16), (32768, np.int16), (32769, np.int32)]
+)
 def test_tokens_take_the_smallest_integers_that_hold_the_vocabulary(count, dtype):
-    text = "".join(map(chr, [*range(0xd800)][:count]))
+    text = "".join(map(chr, [*range(0xD800)][:count]))
     encoded = encode_text([text], gpt.Tokenizer(vocabulary([text])).stoi)
     assert encoded.dtype == dtype and encoded.tolist() == list(range(count))

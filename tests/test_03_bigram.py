@@ -1,4 +1,5 @@
 """Chapter 3: the bigram baseline."""
+
 import math
 
 import pytest
@@ -7,8 +8,8 @@ from torch.nn import functional as F
 
 import bigram
 
-ON_RECORD = """0: 4.7305/4.7241; 300: 2.8110/2.8249; 600: 2.5434/2.5682; 900: 2.4932/2.5088; 1200: 2.4863/2.5035;
-1500: 2.4665/2.4921; 1800: 2.4683/2.4936; 2100: 2.4696/2.4846; 2400: 2.4638/2.4879; 2700: 2.4738/2.4911"""
+ON_RECORD = """0: 4.7305/4.7241; 300: 2.8110/2.8249; 600: 2.5434/2.5682; 900: 2.4932/2.5088; 
+1200: 2.4863/2.5035; 1500: 2.4665/2.4921; 1800: 2.4683/2.4936; 2100: 2.4696/2.4846; 2400: 2.4638/2.4879; 2700: 2.4738/2.4911"""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def entropy(text_tokens):
 
 
 def test_a_model_that_knows_nothing_scores_ln_65():
-    logits = torch.zeros(32, 65)                                # every character as likely as any other
+    logits = torch.zeros(32, 65)  # every character as likely as any other
     assert F.cross_entropy(logits, torch.randint(65, (32,))).item() == pytest.approx(math.log(65), abs=1e-5)
     assert round(math.log(65), 4) == 4.1744
 
@@ -37,14 +38,14 @@ def test_a_model_that_knows_nothing_scores_ln_65():
 def test_the_untrained_bigram_is_a_little_worse_than_guessing(first):
     model, x, y = first
     logits, loss = model(x, y)
-    assert logits.shape == (32, 65)                             # (B*T, C)
+    assert logits.shape == (32, 65)  # (B*T, C)
     assert loss.item() == pytest.approx(4.8786, abs=5e-5)
 
 
 def test_without_targets_the_logits_keep_their_three_dimensions(first):
     model, x, _ = first
     logits, loss = model(x)
-    assert logits.shape == (4, 8, 65) and loss is None          # (B, T, C)
+    assert logits.shape == (4, 8, 65) and loss is None  # (B, T, C)
     assert torch.equal(logits[1, 2], model.token_embedding_table.weight[x[1, 2]])
 
 
@@ -52,8 +53,8 @@ def test_cross_entropy_wants_n_by_c_and_takes_b_t_c_for_something_else(first):
     model, x, y = first
     logits, _ = model(x)
     with pytest.raises((RuntimeError, ValueError)):
-        F.cross_entropy(logits, y)                              # it would read T as the classes
-    wrong = F.cross_entropy(logits.transpose(0, 1).reshape(32, 65), y.view(32))     # rows in another order
+        F.cross_entropy(logits, y)  # it would read T as the classes
+    wrong = F.cross_entropy(logits.transpose(0, 1).reshape(32, 65), y.view(32))  # rows in another order
     right = F.cross_entropy(logits.view(32, 65), y.view(32))
     assert right.item() == pytest.approx(4.8786, abs=5e-5) and abs(wrong.item() - right.item()) > 0.01
 
@@ -66,7 +67,9 @@ def test_what_the_untrained_model_writes(shakespeare_data):
     assert text.startswith("\nSKIcLT;AcELMoTbvZv C?nq-QE33:CJqkOKH-q;:la!oiywkHjgChzbQ?u!3bLIgwevmyFJGUGp")
 
 
-def test_the_program_prints_the_numbers_on_record_and_ends_above_the_floor(shakespeare_data, shakespeare, capsys):
+def test_the_program_prints_the_numbers_on_record_and_ends_above_the_floor(
+    shakespeare_data, shakespeare, capsys
+):
     bigram.main(["--device", "cpu"])
     screen = capsys.readouterr().out
     assert "ln(65) = 4.1744" in screen
@@ -75,8 +78,8 @@ def test_the_program_prints_the_numbers_on_record_and_ends_above_the_floor(shake
         train, val = losses.strip().split("/")
         assert f"step {step.strip()}: train loss {train}, val loss {val}\n" in screen
     last = screen.split("step 3000: ")[1]
-    assert 2.44 < float(last.split()[2].rstrip(",")) < 2.48     # measured after the last step
-    assert len(last.split("\n", 1)[1].rstrip("\n")) >= 495      # 500 characters and the newline it starts from
+    assert 2.44 < float(last.split()[2].rstrip(",")) < 2.48  # measured after the last step
+    assert len(last.split("\n", 1)[1].rstrip("\n")) >= 495  # 500 characters and the newline it starts from
     assert entropy(shakespeare_data[1]["train"]) == pytest.approx(2.4519, abs=5e-5)
 
 
@@ -84,7 +87,7 @@ def test_no_bigram_beats_the_entropy_of_the_count_table(shakespeare_data):
     train = shakespeare_data[1]["train"]
     counts = torch.bincount(train[:-1].long() * 65 + train[1:].long(), minlength=65 * 65).view(65, 65)
     model = bigram.BigramLanguageModel(65)
-    with torch.no_grad():                                       # the best table there is: the counts themselves
+    with torch.no_grad():  # the best table there is: the counts themselves
         model.token_embedding_table.weight.copy_(counts.clamp(min=1e-9).double().log())
         loss = model(train[None, :-1].long(), train[None, 1:].long())[1].item()
     assert loss == pytest.approx(entropy(train), abs=1e-4)
@@ -93,7 +96,7 @@ def test_no_bigram_beats_the_entropy_of_the_count_table(shakespeare_data):
 def test_a_bigram_sees_one_character_only(first):
     model, x, _ = first
     other = x.clone()
-    other[:, :-1] = 0                                           # another past, the same last character
+    other[:, :-1] = 0  # another past, the same last character
     assert torch.equal(model(x)[0][:, -1], model(other)[0][:, -1])
 
 
@@ -110,11 +113,11 @@ def test_gradients_are_forgotten_between_steps(shakespeare_data):
     start = model.token_embedding_table.weight.detach().clone()
     bigram.train(model, shakespeare_data[1], config, "cpu")
 
-    torch.manual_seed(1)                                        # the same by hand
+    torch.manual_seed(1)  # the same by hand
     table = torch.nn.Parameter(bigram.BigramLanguageModel(65).token_embedding_table.weight.detach())
     assert torch.equal(table, start)
     optimizer = torch.optim.AdamW([table], lr=1e-2)
-    for split in ("train", "val"):                              # what the report at step 0 drew
+    for split in ("train", "val"):  # what the report at step 0 drew
         bigram.get_batch(shakespeare_data[1][split], config, "cpu")
     for _ in range(3):
         x, y = bigram.get_batch(shakespeare_data[1]["train"], config, "cpu")

@@ -1,4 +1,5 @@
 """Chapter 4: the mathematical trick, averaging the past three ways."""
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,17 +16,17 @@ def x():
 
 
 def two_loops(x):
-    xbow = torch.zeros(B, T, C)                                 # "bag of words": the mean of all words so far
+    xbow = torch.zeros(B, T, C)  # "bag of words": the mean of all words so far
     for b in range(B):
         for t in range(T):
-            xbow[b, t] = x[b, :t + 1].mean(0)                   # (t + 1, C) -> (C,)
+            xbow[b, t] = x[b, : t + 1].mean(0)  # (t + 1, C) -> (C,)
     return xbow
 
 
 def one_matrix(x):
     wei = torch.tril(torch.ones(T, T))
-    wei = wei / wei.sum(1, keepdim=True)                        # each row sums to one
-    return wei @ x                                              # (T, T) @ (B, T, C) -> (B, T, C)
+    wei = wei / wei.sum(1, keepdim=True)  # each row sums to one
+    return wei @ x  # (T, T) @ (B, T, C) -> (B, T, C)
 
 
 def masked_softmax(x):
@@ -46,7 +47,7 @@ def test_the_first_position_has_only_itself_and_the_last_has_everything(x):
 def test_a_head_that_looks_for_nothing_averages_its_past():
     head = gpt.Head(gpt.Config(n_embd=C, n_head=1, block_size=T, dropout=0.0))
     with torch.no_grad():
-        head.query.weight.zero_()                               # all affinities zero: the third way above
+        head.query.weight.zero_()  # all affinities zero: the third way above
         head.value.weight.copy_(torch.eye(C))
         x = torch.randn(B, T, C)
         assert torch.allclose(head(x), two_loops(x), atol=1e-6)

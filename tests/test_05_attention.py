@@ -1,4 +1,5 @@
 """Chapter 5: self-attention, and why it is scaled."""
+
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ CONFIG = gpt.Config(n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0)
 @pytest.fixture
 def x():
     torch.manual_seed(1337)
-    return torch.randn(4, 8, 32)                                # (B, T, C)
+    return torch.randn(4, 8, 32)  # (B, T, C)
 
 
 def by_hand(head, x, causal=True):
@@ -36,12 +37,12 @@ def attention_weights(head, x):
     hook = head.dropout.register_forward_hook(lambda module, args, output: maps.append(args[0]))
     head(x)
     hook.remove()
-    return maps[0]                                              # (B, T, T)
+    return maps[0]  # (B, T, T)
 
 
 def test_the_variance_of_a_dot_product_grows_with_the_head_size_and_scaling_brings_it_back():
     torch.manual_seed(1337)
-    k = torch.randn(4, 8, 16)                                   # unit variance, head size 16
+    k = torch.randn(4, 8, 16)  # unit variance, head size 16
     q = torch.randn(4, 8, 16)
     wei = q @ k.transpose(-2, -1)
     assert wei.var().item() == pytest.approx(18.44, abs=0.005)
@@ -49,24 +50,25 @@ def test_the_variance_of_a_dot_product_grows_with_the_head_size_and_scaling_brin
 
 
 def test_softmax_sharpens_towards_the_largest_when_its_inputs_are_large():
-    a = torch.tensor([.1, -.2, .3, -.2, .5])
-    soft = torch.tensor([.1925, .1426, .2351, .1426, .2872])
-    sharp = torch.tensor([.0326, .0030, .1615, .0030, .8000])
+    a = torch.tensor([0.1, -0.2, 0.3, -0.2, 0.5])
+    soft = torch.tensor([0.1925, 0.1426, 0.2351, 0.1426, 0.2872])
+    sharp = torch.tensor([0.0326, 0.0030, 0.1615, 0.0030, 0.8000])
     assert torch.allclose(F.softmax(a, -1), soft, atol=5e-5)
     assert torch.allclose(F.softmax(8 * a, -1), sharp, atol=5e-5)
 
 
 def test_a_saturated_softmax_has_hardly_a_gradient():
     def gradient(scale):
-        a = (scale * torch.tensor([.1, -.2, .3, -.2, .5])).requires_grad_()
+        a = (scale * torch.tensor([0.1, -0.2, 0.3, -0.2, 0.5])).requires_grad_()
         F.softmax(a, -1)[0].backward()
         return a.grad.abs().max().item()
+
     assert gradient(1) > 0.1 and gradient(100) < 1e-8
 
 
 def test_the_head_is_the_formula_scaled_by_the_head_size(x):
     head = gpt.Head(CONFIG)
-    assert head.key.out_features == 8                           # 32 channels for four heads
+    assert head.key.out_features == 8  # 32 channels for four heads
     assert torch.allclose(head(x), by_hand(head, x), atol=1e-6)
 
 
@@ -83,15 +85,17 @@ def test_query_key_and_value_are_three_layers_without_bias():
 
 
 def test_each_row_of_affinities_sums_to_one_and_the_future_gets_nothing(x):
-    wei = attention_weights(gpt.Head(CONFIG), x)                # (B, T, T)
+    wei = attention_weights(gpt.Head(CONFIG), x)  # (B, T, T)
     assert torch.allclose(wei.sum(-1), torch.ones(4, 8))
     assert (wei.triu(1) == 0).all() and (wei.tril().diagonal(dim1=1, dim2=2) > 0).all()
 
 
-LAYERS = [("head", lambda: gpt.Head(CONFIG)),
-          ("heads in a loop", lambda: gpt.MultiHeadAttention(replace(CONFIG, fused=False))),
-          ("heads at once", lambda: gpt.MultiHeadAttention(CONFIG)),
-          ("block", lambda: gpt.Block(CONFIG))]
+LAYERS = [
+    ("head", lambda: gpt.Head(CONFIG)),
+    ("heads in a loop", lambda: gpt.MultiHeadAttention(replace(CONFIG, fused=False))),
+    ("heads at once", lambda: gpt.MultiHeadAttention(CONFIG)),
+    ("block", lambda: gpt.Block(CONFIG)),
+]
 
 
 @pytest.mark.parametrize("name, make", LAYERS)
@@ -102,14 +106,14 @@ def test_editing_the_future_does_not_change_the_past(name, make, x):
         other[:, t:] = torch.randn(4, 8 - t, 32)
         before, after = layer(x), layer(other)
         assert torch.allclose(before[:, :t], after[:, :t], atol=1e-6)
-        assert not torch.allclose(before[:, t], after[:, t], atol=1e-3)     # the present does change
+        assert not torch.allclose(before[:, t], after[:, t], atol=1e-3)  # the present does change
 
 
 @pytest.mark.parametrize("name, make", LAYERS)
 def test_the_present_hears_all_of_its_past(name, make, x):
     layer, x = make(), x.requires_grad_()
     layer(x)[:, 5].sum().backward()
-    heard = x.grad.abs().sum((0, 2)) > 0                        # (T,)
+    heard = x.grad.abs().sum((0, 2)) > 0  # (T,)
     assert heard.tolist() == [True] * 6 + [False] * 2
 
 
@@ -122,7 +126,7 @@ def test_there_is_no_talk_across_the_batch(name, make, x):
 
 def test_attention_has_no_notion_of_space(x):
     head = gpt.Head(CONFIG)
-    shuffled = torch.cat([x[:, torch.randperm(7)], x[:, 7:]], dim=1)        # another order of the past
+    shuffled = torch.cat([x[:, torch.randperm(7)], x[:, 7:]], dim=1)  # another order of the past
     assert torch.allclose(head(x)[:, 7], head(shuffled)[:, 7], atol=1e-6)
 
 
@@ -134,7 +138,7 @@ def test_the_model_does_have_one_through_its_positions():
     assert not torch.allclose(model(idx)[0][:, 7], model(other)[0][:, 7], atol=1e-2)
     with torch.no_grad():
         model.position_embedding_table.weight.zero_()
-    first = gpt.Head(CONFIG)                                    # one layer over bags: no order is left
+    first = gpt.Head(CONFIG)  # one layer over bags: no order is left
     embed = model.token_embedding_table
     assert torch.allclose(first(embed(idx))[:, 7], first(embed(other))[:, 7], atol=1e-5)
 
@@ -158,7 +162,7 @@ def test_dropout_falls_on_the_affinities_in_training_and_not_in_eval(x):
         head.value.weight.zero_()
         head.value.weight[:, :] = torch.eye(32)[:8]
         ones = torch.ones(400, 8, 32)
-        out = head(ones)[:, 0, 0]                               # one affinity of 1: dropped, or doubled
+        out = head(ones)[:, 0, 0]  # one affinity of 1: dropped, or doubled
     assert set(out.tolist()) == {0.0, 2.0} and 0.4 < out.mean() / 2 < 0.6
     head.eval()
     assert torch.allclose(head(ones)[:, 0, 0], torch.ones(400))
@@ -175,12 +179,15 @@ def test_torchs_own_multi_head_attention_agrees_with_ours(x):
     ours = gpt.MultiHeadAttention(CONFIG)
     theirs = nn.MultiheadAttention(32, 4, batch_first=True)
     with torch.no_grad():
-        rows = [layer.weight for kind in ("query", "key", "value") for layer in
-                (getattr(head, kind) for head in ours.heads)]
+        rows = [
+            layer.weight
+            for kind in ("query", "key", "value")
+            for layer in (getattr(head, kind) for head in ours.heads)
+        ]
         theirs.in_proj_weight.copy_(torch.cat(rows))
         theirs.in_proj_bias.zero_()
         theirs.out_proj.weight.copy_(ours.proj.weight)
         theirs.out_proj.bias.copy_(ours.proj.bias)
-    mask = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1)    # True: not allowed to look
+    mask = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1)  # True: not allowed to look
     expected, _ = theirs(x, x, x, attn_mask=mask, need_weights=False)
     assert torch.allclose(ours(x), expected, atol=1e-5)

@@ -1,4 +1,5 @@
 """Chapter 6: several heads, feed-forward, residual connections, layer norm, dropout."""
+
 from dataclasses import replace
 
 import pytest
@@ -14,13 +15,13 @@ CONFIG = gpt.Config(n_layer=2, n_head=4, n_embd=48, block_size=8, dropout=0.0)
 @pytest.fixture
 def x():
     torch.manual_seed(1337)
-    return torch.randn(4, 8, 48)                                # (B, T, C)
+    return torch.randn(4, 8, 48)  # (B, T, C)
 
 
 def test_heads_are_concatenated_and_projected(x):
     sa = gpt.MultiHeadAttention(replace(CONFIG, fused=False))
     assert len(sa.heads) == 4
-    together = torch.cat([head(x) for head in sa.heads], dim=-1)        # four of (B, T, 12) -> (B, T, 48)
+    together = torch.cat([head(x) for head in sa.heads], dim=-1)  # four of (B, T, 12) -> (B, T, 48)
     assert torch.allclose(sa(x), together @ sa.proj.weight.T + sa.proj.bias, atol=1e-6)
 
 
@@ -34,7 +35,7 @@ def test_heads_as_a_batch_dimension_compute_what_the_loop_computes(n_head, x):
         out = sa(inputs)
         out.pow(2).sum().backward()
         results.append([out, inputs.grad] + [p.grad for p in sa.parameters()])
-    for fused, loop in zip(*results):                           # the values, and every gradient
+    for fused, loop in zip(*results):  # the values, and every gradient
         assert torch.allclose(fused, loop, rtol=1e-4, atol=1e-4)
 
 
@@ -51,13 +52,13 @@ def test_both_ways_have_the_same_weights_under_the_same_names():
 def test_attention_drops_affinities_in_training_only_on_either_way(fused):
     torch.manual_seed(0)
     sa = gpt.MultiHeadAttention(replace(CONFIG, dropout=0.5, fused=fused))
-    sa.dropout.p = 0.0                                          # leave the other dropout out of it
+    sa.dropout.p = 0.0  # leave the other dropout out of it
     with torch.no_grad():
         sa.proj.weight.copy_(torch.eye(48))
         sa.proj.bias.zero_()
         for head in sa.heads:
             head.value.weight.copy_(torch.eye(48)[:12])
-        out = sa(torch.ones(400, 1, 48))[:, 0, 0]               # one affinity of 1: dropped, or doubled
+        out = sa(torch.ones(400, 1, 48))[:, 0, 0]  # one affinity of 1: dropped, or doubled
         assert set(out.tolist()) == {0.0, 2.0} and 0.4 < out.mean() / 2 < 0.6
         sa.eval()
         assert torch.allclose(sa(torch.ones(400, 1, 48)), torch.ones(400, 1, 48))
@@ -69,7 +70,7 @@ def test_both_branches_end_in_dropout(branch, x):
     layer = getattr(gpt.Block(replace(CONFIG, dropout=0.5)), branch)
     if branch == "sa":
         for head in layer.heads:
-            head.dropout.p = 0.0                                # the affinities have their own test
+            head.dropout.p = 0.0  # the affinities have their own test
     out = layer(x)
     assert 0.4 < (out == 0).float().mean() < 0.6
     layer.eval()
@@ -91,7 +92,7 @@ def test_feed_forward_is_four_times_as_wide_inside_with_a_relu(x):
     ffwd = gpt.FeedForward(CONFIG)
     up, down = [layer for layer in ffwd.net if isinstance(layer, nn.Linear)]
     assert up.weight.shape == (192, 48) and down.weight.shape == (48, 192)
-    inside = (x @ up.weight.T + up.bias).clamp(min=0)           # (B, T, 4C), nothing below zero
+    inside = (x @ up.weight.T + up.bias).clamp(min=0)  # (B, T, 4C), nothing below zero
     assert torch.allclose(ffwd(x), inside @ down.weight.T + down.bias, atol=1e-5)
 
 
@@ -106,7 +107,7 @@ def test_a_block_is_the_identity_while_its_branches_say_nothing(x):
 
 def test_norm_comes_before_each_branch_unlike_the_paper_of_2017(x):
     block = gpt.Block(CONFIG)
-    with torch.no_grad():                                       # two norms that can be told from each other
+    with torch.no_grad():  # two norms that can be told from each other
         block.ln1.weight.uniform_(0.5, 2)
         block.ln2.weight.uniform_(0.5, 2)
         block.ln2.bias.uniform_(-1, 1)
@@ -122,14 +123,14 @@ def test_layer_norm_by_hand(x):
 
 
 def test_layer_norm_looks_at_one_token_and_batch_norm_at_the_batch(x):
-    rows = x.view(32, 48)                                       # (N, C)
+    rows = x.view(32, 48)  # (N, C)
     other = rows.clone()
-    other[1:] += 5                                              # other neighbours for the first row
+    other[1:] += 5  # other neighbours for the first row
     layer, batch = nn.LayerNorm(48), nn.BatchNorm1d(48)
     assert torch.equal(layer(rows)[0], layer(other)[0])
     assert not torch.allclose(batch(rows)[0], batch(other)[0], atol=0.1)
-    assert layer(rows).mean(1).abs().max() < 1e-5               # LayerNorm: each row has mean 0
-    assert batch(rows).mean(0).abs().max() < 1e-5               # BatchNorm: each column
+    assert layer(rows).mean(1).abs().max() < 1e-5  # LayerNorm: each row has mean 0
+    assert batch(rows).mean(0).abs().max() < 1e-5  # BatchNorm: each column
 
 
 def test_gradients_reach_the_embeddings_through_the_residual_road():

@@ -1,4 +1,5 @@
 """Chapter 7: the whole model, its size, its first loss, and its training."""
+
 import math
 from dataclasses import replace
 
@@ -9,14 +10,27 @@ from torch.nn import functional as F
 
 import gpt
 
-TINY = gpt.Config(n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=4, dropout=0.0, max_iters=6,
-                  eval_interval=3, eval_iters=2, learning_rate=1e-2)
+TINY = gpt.Config(
+    n_layer=2,
+    n_head=2,
+    n_embd=16,
+    block_size=8,
+    batch_size=4,
+    dropout=0.0,
+    max_iters=6,
+    eval_interval=3,
+    eval_iters=2,
+    learning_rate=1e-2,
+)
 
 
 @pytest.fixture(scope="module")
 def data():
     torch.manual_seed(0)
-    return {"train": torch.randint(10, (500,), dtype=torch.uint8), "val": torch.randint(10, (100,), dtype=torch.uint8)}
+    return {
+        "train": torch.randint(10, (500,), dtype=torch.uint8),
+        "val": torch.randint(10, (100,), dtype=torch.uint8),
+    }
 
 
 def new_model(config, vocab_size=10, seed=1337):
@@ -32,21 +46,36 @@ def size(name):
 def test_the_number_of_parameters_also_by_formula(name, count):
     config = size(name)
     C, V, T = config.n_embd, 65, config.block_size
-    block = 3*C*C + (C*C + C) + (4*C*C + 4*C) + (4*C*C + C) + 4*C       # heads, proj, up, down, two norms
-    formula = V*C + T*C + config.n_layer * block + 2*C + (C*V + V)
+    block = (
+        3 * C * C + (C * C + C) + (4 * C * C + 4 * C) + (4 * C * C + C) + 4 * C
+    )  # heads, proj, up, down, two norms
+    formula = V * C + T * C + config.n_layer * block + 2 * C + (C * V + V)
     assert sum(p.numel() for p in gpt.GPTLanguageModel(config, 65).parameters()) == count == formula
 
 
 def test_the_names_are_the_lectures_so_that_its_weights_can_be_loaded():
     names = list(new_model(replace(TINY, n_layer=1, n_head=1)).state_dict())
     assert names == [
-        "token_embedding_table.weight", "position_embedding_table.weight",
-        "blocks.0.sa.heads.0.key.weight", "blocks.0.sa.heads.0.query.weight", "blocks.0.sa.heads.0.value.weight",
-        "blocks.0.sa.proj.weight", "blocks.0.sa.proj.bias",
-        "blocks.0.ffwd.net.0.weight", "blocks.0.ffwd.net.0.bias",
-        "blocks.0.ffwd.net.2.weight", "blocks.0.ffwd.net.2.bias",
-        "blocks.0.ln1.weight", "blocks.0.ln1.bias", "blocks.0.ln2.weight", "blocks.0.ln2.bias",
-        "ln_f.weight", "ln_f.bias", "lm_head.weight", "lm_head.bias"]
+        "token_embedding_table.weight",
+        "position_embedding_table.weight",
+        "blocks.0.sa.heads.0.key.weight",
+        "blocks.0.sa.heads.0.query.weight",
+        "blocks.0.sa.heads.0.value.weight",
+        "blocks.0.sa.proj.weight",
+        "blocks.0.sa.proj.bias",
+        "blocks.0.ffwd.net.0.weight",
+        "blocks.0.ffwd.net.0.bias",
+        "blocks.0.ffwd.net.2.weight",
+        "blocks.0.ffwd.net.2.bias",
+        "blocks.0.ln1.weight",
+        "blocks.0.ln1.bias",
+        "blocks.0.ln2.weight",
+        "blocks.0.ln2.bias",
+        "ln_f.weight",
+        "ln_f.bias",
+        "lm_head.weight",
+        "lm_head.bias",
+    ]
 
 
 def test_initial_weights_are_small_and_biases_zero():
@@ -61,7 +90,7 @@ def test_init_std_zero_is_pytorchs_own_way():
     model = new_model(replace(TINY, init_std=0.0))
     assert model.token_embedding_table.weight.std().item() == pytest.approx(1, rel=0.2)
     assert model.lm_head.bias.any()
-    assert model.lm_head.weight.abs().max() <= 16**-0.5         # uniform in +-1/sqrt(n_embd)
+    assert model.lm_head.weight.abs().max() <= 16**-0.5  # uniform in +-1/sqrt(n_embd)
 
 
 @pytest.mark.parametrize("name", list(gpt.SIZES))
@@ -76,7 +105,7 @@ def test_the_first_loss_of_every_size_is_near_ln_65(name):
 def test_the_loss_is_that_of_every_position_with_its_own_target():
     model = new_model(replace(TINY, init_std=0.5))
     x, y = torch.randint(10, (4, 8)), torch.randint(10, (4, 8))
-    log_probs = F.log_softmax(model(x)[0], dim=-1)              # (B, T, vocab_size)
+    log_probs = F.log_softmax(model(x)[0], dim=-1)  # (B, T, vocab_size)
     one_by_one = [-log_probs[b, t, y[b, t]] for b in range(4) for t in range(8)]
     assert model(x, y)[1].item() == pytest.approx(sum(one_by_one).item() / 32, abs=1e-5)
 
@@ -94,7 +123,7 @@ def test_editing_the_future_does_not_change_what_the_model_says_now(fused):
 def test_the_model_can_learn_one_batch_by_heart():
     model = new_model(replace(TINY, n_embd=32))
     x, y = torch.randint(10, (4, 8)), torch.randint(10, (4, 8))
-    x[:, 0] = torch.arange(4)                                   # so that the rows can be told apart
+    x[:, 0] = torch.arange(4)  # so that the rows can be told apart
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(150):
         loss = model(x, y)[1]
@@ -124,6 +153,7 @@ def test_the_loss_is_estimated_in_eval_mode_over_both_splits_without_gradients()
         asked.append(split)
         x = torch.full((2, 3), {"train": 1, "val": 5}[split] + len(asked) % 2)
         return x, x
+
     losses = gpt.estimate_loss(model, batch, 4)
     assert losses == {"train": 1.5, "val": 5.5}
     assert asked == ["train"] * 4 + ["val"] * 4
@@ -140,21 +170,31 @@ def test_the_learning_rate_rises_and_falls_in_straight_lines_or_stays():
 def by_hand(config, data):
     """The lecture's loop in plain words; returns what it reported and the model."""
     model = new_model(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2),
-                                  weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(0.9, config.beta2),
+        weight_decay=config.weight_decay,
+    )
 
     def batch(split):
         ix = torch.randint(len(data[split]) - config.block_size, (config.batch_size,))
-        x = torch.stack([data[split][i:i + config.block_size] for i in ix])
-        y = torch.stack([data[split][i + 1:i + config.block_size + 1] for i in ix])
+        x = torch.stack([data[split][i : i + config.block_size] for i in ix])
+        y = torch.stack([data[split][i + 1 : i + config.block_size + 1] for i in ix])
         return x.long(), y.long()
+
     reports = []
     for step in range(config.max_iters + 1):
         if step % config.eval_interval == 0 or step == config.max_iters:
             model.eval()
             with torch.no_grad():
-                reports.append([sum(model(*batch(split))[1].item() for _ in range(config.eval_iters))
-                                / config.eval_iters for split in ("train", "val")])
+                reports.append(
+                    [
+                        sum(model(*batch(split))[1].item() for _ in range(config.eval_iters))
+                        / config.eval_iters
+                        for split in ("train", "val")
+                    ]
+                )
             model.train()
         if step == config.max_iters:
             return reports, model
@@ -171,16 +211,24 @@ def by_hand(config, data):
         optimizer.step()
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"dropout": 0.3, "fused": False}, {"warmup_iters": 3, "lr_decay_iters": 5, "min_lr": 1e-3},
-    {"grad_clip": 0.05, "beta2": 0.9}, {"weight_decay": 5.0}, {"eval_interval": 4}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dropout": 0.3, "fused": False},
+        {"warmup_iters": 3, "lr_decay_iters": 5, "min_lr": 1e-3},
+        {"grad_clip": 0.05, "beta2": 0.9},
+        {"weight_decay": 5.0},
+        {"eval_interval": 4},
+    ],
+)
 def test_the_training_loop_is_the_lectures(changes, data):
     config = replace(TINY, **changes)
     reports, expected = by_hand(config, data)
     model = new_model(config)
     history = gpt.train(model, data, config)
     steps = [0, 3, 6] if config.eval_interval == 3 else [0, 4, 6]
-    assert [row["step"] for row in history] == steps            # the last turn measures the finished model
+    assert [row["step"] for row in history] == steps  # the last turn measures the finished model
     assert [[row["train"], row["val"]] for row in history] == [pytest.approx(r, abs=2e-5) for r in reports]
     for ours, theirs in zip(model.parameters(), expected.parameters()):
         assert torch.allclose(ours, theirs, atol=1e-4)
@@ -201,7 +249,7 @@ class PublishedHead(nn.Module):
 
     def forward(self, x):
         k, q = self.key(x), self.query(x)
-        wei = (q @ k.mT / k.shape[-1]**0.5).masked_fill(self.mask, float("-inf")).softmax(-1)
+        wei = (q @ k.mT / k.shape[-1] ** 0.5).masked_fill(self.mask, float("-inf")).softmax(-1)
         return self.dropout(wei) @ self.value(x)
 
 
@@ -220,14 +268,15 @@ class PublishedBlock(nn.Module):
 
 
 class Published(nn.Module):
-    """The published script's model in other words: the order of creation and of random numbers is what counts."""
+    """The published script's model in other words: its order of creation and of random numbers counts."""
 
     def __init__(self, config, V):
         super().__init__()
         C, T = config.n_embd, config.block_size
         self.tokens, self.positions = nn.Embedding(V, C), nn.Embedding(T, C)
-        self.blocks = nn.Sequential(*[PublishedBlock(C, config.n_head, T, config.dropout)
-                                      for _ in range(config.n_layer)])
+        self.blocks = nn.Sequential(
+            *[PublishedBlock(C, config.n_head, T, config.dropout) for _ in range(config.n_layer)]
+        )
         self.norm, self.out = nn.LayerNorm(C), nn.Linear(C, V)
         self.apply(self.start)
 
@@ -245,8 +294,19 @@ class Published(nn.Module):
 
 
 def test_one_seed_gives_the_digits_of_the_published_script_dropout_included(shakespeare_data):
-    config = gpt.Config(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, dropout=0.1, learning_rate=1e-3,
-                        max_iters=30, eval_interval=15, eval_iters=10, fused=False)
+    config = gpt.Config(
+        n_layer=4,
+        n_head=4,
+        n_embd=64,
+        block_size=32,
+        batch_size=16,
+        dropout=0.1,
+        learning_rate=1e-3,
+        max_iters=30,
+        eval_interval=15,
+        eval_iters=10,
+        fused=False,
+    )
     _, data = shakespeare_data
     ours = gpt.train(new_model(config, 65), data, config)
 
@@ -256,8 +316,11 @@ def test_one_seed_gives_the_digits_of_the_published_script_dropout_included(shak
 
     def batch(split):
         ix = torch.randint(len(data[split]) - 32, (16,))
-        return (torch.stack([data[split][i:i + 32] for i in ix]).long(),
-                torch.stack([data[split][i + 1:i + 33] for i in ix]).long())
+        return (
+            torch.stack([data[split][i : i + 32] for i in ix]).long(),
+            torch.stack([data[split][i + 1 : i + 33] for i in ix]).long(),
+        )
+
     for step in range(31):
         if step % 15 == 0:
             theirs.append(gpt.estimate_loss(model, batch, 10))
@@ -266,15 +329,32 @@ def test_one_seed_gives_the_digits_of_the_published_script_dropout_included(shak
         loss.backward()
         optimizer.step()
     assert [(row["train"], row["val"]) for row in ours] == [
-        (pytest.approx(report["train"], abs=5e-5), pytest.approx(report["val"], abs=5e-5)) for report in theirs]
+        (pytest.approx(report["train"], abs=5e-5), pytest.approx(report["val"], abs=5e-5))
+        for report in theirs
+    ]
 
 
 @pytest.mark.slow
 def test_the_digits_on_record_at_step_0_and_near_them_later(shakespeare_data):
-    """Other processors round otherwise, and with dropout that shows in the third decimal after some hundred steps."""
-    config = gpt.Config(n_layer=4, n_head=4, n_embd=64, block_size=32, batch_size=16, dropout=0.1, learning_rate=1e-3,
-                        max_iters=999, eval_interval=250, fused=False)
+    """Other processors round otherwise, which shows in the third decimal after some hundred steps."""
+    config = gpt.Config(
+        n_layer=4,
+        n_head=4,
+        n_embd=64,
+        block_size=32,
+        batch_size=16,
+        dropout=0.1,
+        learning_rate=1e-3,
+        max_iters=999,
+        eval_interval=250,
+        fused=False,
+    )
     history = gpt.train(new_model(config, 65), shakespeare_data[1], config)
     on_record = [(4.1959, 4.1962), (2.4515, 2.4475), (2.2922, 2.2948), (2.1588, 2.1913), (2.0782, 2.1212)]
-    for row, (train, val), tolerance in zip(history, on_record, [6e-5, 0.005, 0.005, 0.01, 0.01], strict=True):
-        assert (row["train"], row["val"]) == (pytest.approx(train, abs=tolerance), pytest.approx(val, abs=tolerance))
+    for row, (train, val), tolerance in zip(
+        history, on_record, [6e-5, 0.005, 0.005, 0.01, 0.01], strict=True
+    ):
+        assert (row["train"], row["val"]) == (
+            pytest.approx(train, abs=tolerance),
+            pytest.approx(val, abs=tolerance),
+        )

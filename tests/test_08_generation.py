@@ -1,4 +1,5 @@
 """Chapter 8: writing, one character after another."""
+
 from dataclasses import replace
 
 import pytest
@@ -21,8 +22,8 @@ def naive(model, idx, count):
     """The lecture's loop."""
     model.eval()
     for _ in range(count):
-        logits, _ = model(idx[:, -8:])                          # (B, T, C)
-        probs = F.softmax(logits[:, -1, :], dim=-1)             # (B, C)
+        logits, _ = model(idx[:, -8:])  # (B, T, C)
+        probs = F.softmax(logits[:, -1, :], dim=-1)  # (B, C)
         idx = torch.cat((idx, torch.multinomial(probs, num_samples=1)), dim=1)
     model.train()
     return idx
@@ -35,7 +36,7 @@ def test_it_draws_exactly_the_lectures_numbers(model, rows):
     ours = model.generate(idx, 30)
     torch.manual_seed(7)
     assert ours.shape == (rows, 35) and torch.equal(ours, naive(model, idx, 30))
-    assert torch.equal(ours[:, :5], idx)                        # the prompt stands before it, whole
+    assert torch.equal(ours[:, :5], idx)  # the prompt stands before it, whole
 
 
 def test_only_the_last_block_size_tokens_are_looked_at(model):
@@ -45,7 +46,7 @@ def test_only_the_last_block_size_tokens_are_looked_at(model):
     torch.manual_seed(7)
     assert torch.equal(first, model.generate(long[:, -8:], 5)[:, 8:])
     with pytest.raises(IndexError):
-        model(long[:, :9])                                      # a ninth position has no embedding
+        model(long[:, :9])  # a ninth position has no embedding
 
 
 def test_the_same_prompt_goes_on_differently_since_tokens_are_drawn(model):
@@ -96,6 +97,7 @@ def test_no_dropout_while_writing_and_the_mode_is_as_before(model, training):
 def test_the_mode_is_as_before_after_an_interrupt_too(model):
     def stop(idx_next):
         raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
         model.generate(START, 5, each=stop)
     assert model.training
@@ -116,14 +118,18 @@ def test_writing_keeps_no_gradients(model):
     assert seen == [False, False]
 
 
-@pytest.mark.parametrize("idx", [torch.tensor([[20]]), torch.tensor([[-1]]), torch.zeros((1, 0), dtype=torch.long)])
+@pytest.mark.parametrize(
+    "idx", [torch.tensor([[20]]), torch.tensor([[-1]]), torch.zeros((1, 0), dtype=torch.long)]
+)
 def test_a_token_outside_the_vocabulary_is_said_before_the_model_sees_it(model, idx):
     with pytest.raises(ValueError, match=r"0\.\.19"):
         model.generate(idx, 1)
 
 
-@pytest.mark.parametrize("settings", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": 0},
-                                      {"temperature": float("inf")}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": 0}, {"temperature": float("inf")}],
+)
 def test_settings_that_make_no_sense_are_refused(model, settings):
     with pytest.raises(ValueError, match="temperature|top_k"):
         model.generate(START, 1, **settings)

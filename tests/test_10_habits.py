@@ -1,4 +1,5 @@
-"""Chapter 10: the two habits. Name the dimensions and look at .shape; and turn loops over time into products."""
+"""Chapter 10: the two habits. Name the dimensions and look at .shape; turn loops over time into products."""
+
 import ast
 import inspect
 import math
@@ -14,11 +15,12 @@ CONFIG = gpt.Config(n_layer=1, n_head=2, n_embd=16, block_size=8, dropout=0.0)
 B, T, C = 3, 8, 16
 
 
-@pytest.mark.parametrize("layer, width", [(gpt.Head, 8), (gpt.MultiHeadAttention, 16), (gpt.FeedForward, 16),
-                                          (gpt.Block, 16)])
+@pytest.mark.parametrize(
+    "layer, width", [(gpt.Head, 8), (gpt.MultiHeadAttention, 16), (gpt.FeedForward, 16), (gpt.Block, 16)]
+)
 def test_dummy_data_goes_through_each_layer_as_soon_as_it_exists(layer, width):
     assert layer(CONFIG)(torch.randn(B, T, C)).shape == (B, T, width)
-    assert layer(CONFIG)(torch.randn(B, 1, C)).shape == (B, 1, width)   # and one character alone
+    assert layer(CONFIG)(torch.randn(B, 1, C)).shape == (B, 1, width)  # and one character alone
 
 
 def test_the_model_turns_b_by_t_integers_into_b_by_t_by_vocab_size_logits():
@@ -29,10 +31,14 @@ def test_the_model_turns_b_by_t_integers_into_b_by_t_by_vocab_size_logits():
 def test_the_first_line_of_every_forward_names_the_shape():
     for module in (gpt, bigram):
         for node in ast.walk(ast.parse(inspect.getsource(module))):
-            if isinstance(node, ast.FunctionDef) and node.name == "forward" and node.args.args[1].arg in ("x", "idx"):
-                lines = inspect.getsource(module).splitlines()[node.lineno:node.lineno + 2]
+            if (
+                isinstance(node, ast.FunctionDef)
+                and node.name == "forward"
+                and node.args.args[1].arg in ("x", "idx")
+            ):
+                lines = inspect.getsource(module).splitlines()[node.lineno : node.lineno + 2]
                 if len(node.args.args) == 3 and node.args.args[2].arg == "y":
-                    continue                                    # Run.forward only hands over
+                    continue  # Run.forward only hands over
                 assert any("of shape (B, T" in line for line in lines), lines
 
 
@@ -49,5 +55,5 @@ def test_the_program_prints_the_loss_of_guessing_beside_its_first_loss(capsys):
 
 def test_a_loop_over_time_and_a_product_with_a_triangle_are_the_same():
     x = torch.randn(T, C)
-    running = torch.stack([x[:t + 1].sum(0) for t in range(T)])
+    running = torch.stack([x[: t + 1].sum(0) for t in range(T)])
     assert torch.allclose(torch.tril(torch.ones(T, T)) @ x, running, atol=1e-5)

@@ -2,6 +2,7 @@
 The download, against a real server on this machine: what is saved is the text or nothing, every failed source
 is named with its reason, and without any source there is still something to learn.
 """
+
 import hashlib
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ def send(handler, body, status=200, length=None, **headers):
 
 class Server(ThreadingHTTPServer):
     """Answers are put into `answers` by the tests: path -> one function of the handler for each request."""
+
     daemon_threads = True
 
     def __init__(self):
@@ -50,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         answers = self.server.answers[self.path]
         try:
             (answers.pop(0) if len(answers) > 1 else answers[0])(self)
-        except OSError:                                         # the other side left
+        except OSError:  # the other side left
             self.close_connection = True
 
     def log_message(self, *args):
@@ -123,8 +125,11 @@ def test_a_body_cut_halfway_is_tried_again_and_not_saved(tmp_path, server, whole
 
 
 def test_a_body_cut_once_comes_whole_at_the_second_try(tmp_path, server):
-    url = server.serve("/cut-once", lambda handler: send(handler, TEXT[:1000], length=len(TEXT)),
-                       lambda handler: send(handler, TEXT))
+    url = server.serve(
+        "/cut-once",
+        lambda handler: send(handler, TEXT[:1000], length=len(TEXT)),
+        lambda handler: send(handler, TEXT),
+    )
     download(tmp_path / "input.txt", [url])
     assert (tmp_path / "input.txt").read_bytes() == TEXT and server.asked == ["/cut-once"] * 2
 
@@ -162,8 +167,8 @@ def test_a_trickle_ends_at_the_deadline(tmp_path, server, monkeypatch, chunked):
         name, value = ("Transfer-Encoding", "chunked") if chunked else ("Content-Length", str(len(TEXT)))
         handler.send_header(name, value)
         handler.end_headers()
-        for i in range(100):                                    # five seconds, never one of silence
-            handler.wfile.write(b"1\r\n%c\r\n" % TEXT[i] if chunked else TEXT[i:i + 1])
+        for i in range(100):  # five seconds, never one of silence
+            handler.wfile.write(b"1\r\n%c\r\n" % TEXT[i] if chunked else TEXT[i : i + 1])
             handler.wfile.flush()
             if server.closing.wait(0.05):
                 break
@@ -189,7 +194,8 @@ def test_a_redirect_in_a_circle_ends(tmp_path, server):
 
 def test_another_text_of_the_right_length_is_not_saved(tmp_path, server):
     other = server.serve("/other", lambda handler: send(handler, TEXT[:-1] + b"!"))
-    assert f"{other}: not the text: as long, but with another sha256" in refused(tmp_path / "input.txt", other)
+    message = refused(tmp_path / "input.txt", other)
+    assert f"{other}: not the text: as long, but with another sha256" in message
     assert server.asked == ["/other"]
 
 
@@ -208,8 +214,9 @@ def test_a_text_that_is_too_long_is_not_read_to_its_end(tmp_path, server):
 
 
 def test_a_server_error_is_tried_again_and_then_works(tmp_path, server):
-    url = server.serve("/busy", lambda handler: send(handler, b"busy", 500),
-                       lambda handler: send(handler, TEXT))
+    url = server.serve(
+        "/busy", lambda handler: send(handler, b"busy", 500), lambda handler: send(handler, TEXT)
+    )
     download(tmp_path / "input.txt", [url])
     assert (tmp_path / "input.txt").read_bytes() == TEXT and server.asked == ["/busy", "/busy"]
 
@@ -225,9 +232,16 @@ def test_when_all_fail_each_source_is_listed_with_its_reason(tmp_path, server):
     page = server.serve("/page", lambda handler: send(handler, HTML))
     closed = "http://127.0.0.1:9/closed"
     silent = server.serve("/hangs-up", lambda handler: handler.connection.close())
-    lines = refused(tmp_path / "input.txt", gone, page, closed, silent, "http://nowhere.invalid/x").splitlines()
-    for url, reason in [(gone, "404"), (page, "not the text"), (closed, "refused"), (silent, "losed"),
-                        ("http://nowhere.invalid/x", "resolve")]:
+    lines = refused(
+        tmp_path / "input.txt", gone, page, closed, silent, "http://nowhere.invalid/x"
+    ).splitlines()
+    for url, reason in [
+        (gone, "404"),
+        (page, "not the text"),
+        (closed, "refused"),
+        (silent, "losed"),
+        ("http://nowhere.invalid/x", "resolve"),
+    ]:
         assert any(url in line and reason in line for line in lines), (url, lines)
 
 
@@ -266,14 +280,23 @@ def test_two_downloads_at_once_leave_one_whole_file(tmp_path, server):
     both = threading.Barrier(2)
 
     def slowly(handler):
-        both.wait(20)                                           # both have begun before either gets a byte
+        both.wait(20)  # both have begun before either gets a byte
         send(handler, TEXT)
 
     url = server.serve("/slowly", slowly)
-    code = (f"import data.download as d; d.SIZE = {len(TEXT)}; d.SHA256 = {data.download.SHA256!r}; "
-            f"d.download({str(tmp_path / 'input.txt')!r}, [{url!r}])")
-    both_of_them = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL,
-                                     env=environment(tmp_path, plot=True)) for _ in range(2)]
+    code = (
+        f"import data.download as d; d.SIZE = {len(TEXT)}; d.SHA256 = {data.download.SHA256!r}; "
+        f"d.download({str(tmp_path / 'input.txt')!r}, [{url!r}])"
+    )
+    both_of_them = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            stderr=subprocess.DEVNULL,
+            env=environment(tmp_path, plot=True),
+        )
+        for _ in range(2)
+    ]
     assert [process.wait(30) for process in both_of_them] == [0, 0]
     assert (tmp_path / "input.txt").read_bytes() == TEXT and files(tmp_path) == ["input.txt"]
 
@@ -294,8 +317,14 @@ OFFLINE = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:
 
 
 def script(root, tmp_path):
-    return subprocess.run([sys.executable, "data/download.py"], cwd=root, capture_output=True, text=True,
-                          env=environment(tmp_path, **OFFLINE), timeout=30)
+    return subprocess.run(
+        [sys.executable, "data/download.py"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path, **OFFLINE),
+        timeout=30,
+    )
 
 
 def test_the_script_leaves_another_text_alone_and_says_so(project, tmp_path):
@@ -311,7 +340,8 @@ def test_the_script_without_a_network_says_what_to_do_by_hand(project, tmp_path)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     for url in data.download.SOURCES:
         assert f"  {url}: " in done.stderr
-    assert f"By hand: save {data.download.SOURCES[0]} from a browser as {project / 'input.txt'}" in done.stderr
+    by_hand = f"By hand: save {data.download.SOURCES[0]} from a browser as {project / 'input.txt'}"
+    assert by_hand in done.stderr
     assert not (project / "input.txt").exists() and not list(project.glob(".*part"))
 
 
@@ -348,7 +378,8 @@ def test_training_on_the_fallback_says_so_before_the_first_step_and_after_the_sa
 
 
 def test_a_run_on_the_fallback_goes_on_with_the_fallback_even_when_shakespeare_has_come(
-        tmp_path, server, monkeypatch):
+    tmp_path, server, monkeypatch
+):
     gone = server.serve("/gone", lambda handler: send(handler, HTML, 404))
     monkeypatch.setattr(data.text, "INPUT", tmp_path / "input.txt")
     monkeypatch.setattr(data.text, "download", lambda: download(tmp_path / "input.txt", [gone]))

@@ -2,6 +2,7 @@
 Any text will do: from any editor, in any language, of any length that leaves both splits a context. What will
 not do is answered in one sentence that says what, where and how to mend it.
 """
+
 import math
 import os
 import random
@@ -63,13 +64,16 @@ def test_training_on_crlf_gives_the_digits_of_lf(tmp_path):
 # ---- not UTF-8
 
 
-@pytest.mark.parametrize("before", [
-    pytest.param(b"", id="at the start"),
-    pytest.param(b"It", id="in the first line"),
-    pytest.param(b"one\ntwo\r\nthree\r", id="after line endings of every kind"),
-    pytest.param(b"\xef\xbb\xbf" + "漢字🙂\n漢".encode(), id="after a mark and characters of many bytes"),
-    pytest.param(("漢字🙂é\n" * 120_000).encode() + b"tail", id="beyond one MiB"),
-])
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param(b"", id="at the start"),
+        pytest.param(b"It", id="in the first line"),
+        pytest.param(b"one\ntwo\r\nthree\r", id="after line endings of every kind"),
+        pytest.param(b"\xef\xbb\xbf" + "漢字🙂\n漢".encode(), id="after a mark and characters of many bytes"),
+        pytest.param(("漢字🙂é\n" * 120_000).encode() + b"tail", id="beyond one MiB"),
+    ],
+)
 def test_a_byte_that_is_not_utf8_is_named_with_its_offset(tmp_path, before):
     path = write(tmp_path, before + b"\x92s time\n" + small_text().encode())
     sentence = refusal(tmp_path, path)
@@ -106,8 +110,9 @@ def test_a_chinese_text_trains_and_guessing_scores_the_logarithm_of_its_vocabula
     assert set(sample.strip()) <= set(text) and len(sample.strip()) > 15
 
 
-@pytest.mark.parametrize("count, dtype", [(2, np.uint8), (256, np.uint8), (257, np.int16), (32768, np.int16),
-                                          (32769, np.int32)])
+@pytest.mark.parametrize(
+    "count, dtype", [(2, np.uint8), (256, np.uint8), (257, np.int16), (32768, np.int16), (32769, np.int32)]
+)
 def test_tokens_take_the_smallest_integers_that_hold_the_vocabulary(count, dtype):
     text = "".join(chr(0x10000 + i) for i in range(count))
     stoi = {ch: i for i, ch in enumerate(text)}
@@ -116,7 +121,7 @@ def test_tokens_take_the_smallest_integers_that_hold_the_vocabulary(count, dtype
 
 
 def test_a_text_of_300_symbols_trains(tmp_path):
-    text = "".join(chr(0x4e00 + i) for i in range(300)) * 4
+    text = "".join(chr(0x4E00 + i) for i in range(300)) * 4
     done = call(*tiny(tmp_path, data=write(tmp_path, text.encode())))
     assert done.code == 0 and "a vocabulary of 300" in done.out and len(steps(done.out)) == 3
 
@@ -125,7 +130,7 @@ def test_a_text_of_300_symbols_trains(tmp_path):
 
 
 def test_block_size_plus_one_in_the_shorter_split_works(tmp_path):
-    text = small_text(90)                                       # 81 to train, 9 to validate: one context, 8 + 1
+    text = small_text(90)  # 81 to train, 9 to validate: 8 + 1
     done = call(*tiny(tmp_path, data=write(tmp_path, text.encode())))
     assert done.code == 0 and len(steps(done.out)) == 3
 
@@ -200,7 +205,13 @@ def test_the_locale_does_not_matter(tmp_path):
 
 def test_bigram_answers_in_one_sentence_as_well(tmp_path):
     path = write(tmp_path, b"It\x92s\n")
-    done = subprocess.run([sys.executable, "bigram.py", "--data", path], cwd=ROOT, capture_output=True,
-                          text=True, env=environment(tmp_path, **ASCII), timeout=30)
+    done = subprocess.run(
+        [sys.executable, "bigram.py", "--data", path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment(tmp_path, **ASCII),
+        timeout=30,
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"{path} is not UTF-8: byte 0x92 at offset 2" in done.stderr

@@ -2,6 +2,7 @@
 Writing text with a model that is there: what is refused and how, what repeats and what does not, and that
 every character appears as it is made, on any console, for as long as somebody reads.
 """
+
 import io
 import os
 import random
@@ -94,9 +95,21 @@ def test_a_prompt_may_come_from_standard_input(out):
     assert done.out == write(out, "--prompt", "that dog\n", *flags).out
 
 
+@pytest.mark.slow
 def test_a_prompt_may_come_through_a_real_pipe_and_no_code_page_harms_it(chinese, tmp_path):
-    done = run(tmp_path, "--prompt", "-", "--out", chinese, "--max_new_tokens", "5", "--device", "cpu",
-               input="你好".encode(), env={"PYTHONUTF8": "1"})
+    done = run(
+        tmp_path,
+        "--prompt",
+        "-",
+        "--out",
+        chinese,
+        "--max_new_tokens",
+        "5",
+        "--device",
+        "cpu",
+        input="你好".encode(),
+        env={"PYTHONUTF8": "1"},
+    )
     assert done.code == 0 and done.out.startswith("你好")
 
 
@@ -110,7 +123,7 @@ def test_only_the_end_of_a_long_prompt_reaches_the_model(out):
     flags = ("--temperature", "0", "--max_new_tokens", "25")
     one = write(out, "--prompt", "the cat sat on a mat", *flags).out
     two = write(out, "--prompt", "dog run on a mat", *flags).out
-    assert one[len("the cat sat on a mat"):] == two[len("dog run on a mat"):] and len(one) > 40
+    assert one[len("the cat sat on a mat") :] == two[len("dog run on a mat") :] and len(one) > 40
 
 
 def test_temperature_0_is_repeatable_without_a_seed_and_greedy(out):
@@ -129,8 +142,10 @@ def test_top_k_beyond_the_vocabulary_is_all_of_it(out):
 def test_top_k_takes_only_the_likeliest(out):
     model, tokenizer = gpt.load(out / "best.pt", "cpu")
     likeliest = set(tokenizer.decode(model(torch.tensor([[0]]))[0][0, -1].topk(2).indices.tolist()))
-    drawn = {write(out, "--max_new_tokens", "1", "--top_k", "2", "--sample_seed", seed).out[1:-1]
-             for seed in range(12)}
+    drawn = {
+        write(out, "--max_new_tokens", "1", "--top_k", "2", "--sample_seed", seed).out[1:-1]
+        for seed in range(12)
+    }
     assert drawn == likeliest
 
 
@@ -139,16 +154,17 @@ def test_a_seed_repeats_and_without_one_two_differ(out):
     assert one.out == write(out, "--sample_seed", "3").out != write(out, "--sample_seed", "4").out
     free, other = write(out), write(out)
     assert free.out != other.out
-    seed = re.search(r"--sample_seed (\d+)", free.err)[1]      # it is said, so that a good one can be repeated
+    seed = re.search(r"--sample_seed (\d+)", free.err)[1]  # said, so that a good one can be repeated
     assert write(out, "--sample_seed", seed).out == free.out
 
 
 def test_several_samples_are_several_texts(out):
-    done = write(out, "--num_samples", "3", "--max_new_tokens", "40", "--prompt", "the", "--sample_seed", "3")
+    flags = ("--max_new_tokens", "40", "--prompt", "the", "--sample_seed", "3")
+    done = write(out, "--num_samples", "3", *flags)
     texts = done.out.removesuffix("\n").split("\n---\n")
     assert len(texts) == len(set(texts)) == 3
     assert all(text.startswith("the") and len(text) == 43 for text in texts)
-    assert texts[0] + "\n" == write(out, "--max_new_tokens", "40", "--prompt", "the", "--sample_seed", "3").out
+    assert texts[0] + "\n" == write(out, *flags).out
 
 
 def test_the_sample_after_training_is_drawn_with_the_seed_of_the_run(tmp_path):
@@ -173,6 +189,7 @@ def test_sampling_changes_no_file(out):
 
 class Console(io.TextIOWrapper):
     """Notes how much had been written at each flush."""
+
     def __init__(self):
         super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
         self.seen = []
@@ -193,7 +210,7 @@ def test_every_character_is_shown_as_it_is_drawn_and_the_text_is_that_in_one_pie
     torch.manual_seed(3)
     whole = model.generate(torch.tensor([tokenizer.encode("the")]), 40)[0].tolist()
     assert streamed == tokenizer.decode(whole) + "\n"
-    assert seen[:41] == list(range(3, 44))                     # the prompt, then one character at a time
+    assert seen[:41] == list(range(3, 44))  # the prompt, then one character at a time
 
 
 def test_characters_arrive_long_before_the_end(out, tmp_path):
@@ -221,15 +238,27 @@ def test_a_reader_that_leaves_ends_it_quietly(out, tmp_path):
 
 
 def test_a_console_without_the_characters_does_not_end_it(chinese, tmp_path):
-    done = run(tmp_path, "--prompt", "你好", "--out", chinese, "--max_new_tokens", "20", "--device", "cpu",
-               env={"PYTHONIOENCODING": "ascii"})
+    done = run(
+        tmp_path,
+        "--prompt",
+        "你好",
+        "--out",
+        chinese,
+        "--max_new_tokens",
+        "20",
+        "--device",
+        "cpu",
+        env={"PYTHONIOENCODING": "ascii"},
+    )
     assert done.code == 0 and "Traceback" not in done.err
     assert done.out.startswith("??") and len(done.out) == 23 and set(done.out) <= {"?", "\n"}
 
 
+@pytest.mark.slow
 def test_an_error_about_characters_is_shown_on_such_a_console_too(chinese, tmp_path):
-    done = run(tmp_path, "--prompt", "世Q", "--out", chinese, "--device", "cpu",
-               env={"PYTHONIOENCODING": "ascii"})
+    done = run(
+        tmp_path, "--prompt", "世Q", "--out", chinese, "--device", "cpu", env={"PYTHONIOENCODING": "ascii"}
+    )
     assert done.code == 2 and "the model never saw 'Q'" in done.err and "Traceback" not in done.err
 
 
@@ -237,7 +266,7 @@ def test_an_error_about_characters_is_shown_on_such_a_console_too(chinese, tmp_p
 
 
 def test_in_a_pipe_there_are_plain_lines_and_no_carriage_returns(tmp_path):
-    done = run(tmp_path, *tiny(tmp_path, "--eval_iters", "700"))
+    done = run(tmp_path, *tiny(tmp_path, "--eval_iters", "400"))
     assert done.code == 0 and "\r" not in done.out + done.err and "\x1b" not in done.out + done.err
     assert re.search(r"^step \d+ of 20, measuring the loss, .*\d:\d\d:\d\d left$", done.err, re.M)
     assert len(steps(done.out)) == 3 and " of 20" not in done.out
@@ -259,13 +288,14 @@ def test_on_a_terminal_one_line_moves_and_makes_room_for_the_others(tmp_path):
     import select
 
     ours, theirs = pty.openpty()
-    process = start(tmp_path, *tiny(tmp_path, "--eval_iters", "1000", "--max_iters", "2"), stdout=theirs, stderr=theirs)
+    flags = tiny(tmp_path, "--eval_iters", "700", "--max_iters", "2")
+    process = start(tmp_path, *flags, stdout=theirs, stderr=theirs)
     os.close(theirs)
     screen, limit = b"", time.monotonic() + 60
     while time.monotonic() < limit and select.select([ours], [], [], 30)[0]:
         try:
             piece = os.read(ours, 65536)
-        except OSError:                                         # the other end is closed
+        except OSError:  # the other end is closed
             break
         if not piece:
             break

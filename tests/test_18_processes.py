@@ -1,7 +1,8 @@
 """
-Several processes under torchrun, on the CPUs of this machine: they compute the run of one, speak with one voice,
-and end together.
+Several processes under torchrun, on the CPUs of this machine: they compute the run of one, speak with one
+voice, and end together.
 """
+
 import os
 import re
 import signal
@@ -21,8 +22,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name == "nt", reason="as o
 
 def launch(folder, *args, nodes=("--standalone",), count=2):
     command = [sys.executable, "-m", "torch.distributed.run", *nodes, f"--nproc_per_node={count}", "gpt.py"]
-    return subprocess.Popen([*command, *map(str, args)], cwd=ROOT, env=environment(folder), bufsize=0,
-                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [*command, *map(str, args)],
+        cwd=ROOT,
+        env=environment(folder),
+        bufsize=0,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def together(folder, *args, **more):
@@ -90,10 +98,13 @@ def test_a_batch_that_cannot_be_shared_is_one_sentence(tmp_path):
     assert done.code != 0 and done.err.count(sentence) == 1 and steps(done.out) == []
 
 
-@pytest.mark.parametrize("mistake, sentence", [
-    (["--data", "/nonexistent/text.txt"], "cannot read /nonexistent/text.txt"),
-    (["--n_embd", "65", "--n_head", "4"], "--n_embd 65 is not a multiple"),
-])
+@pytest.mark.parametrize(
+    "mistake, sentence",
+    [
+        (["--data", "/nonexistent/text.txt"], "cannot read /nonexistent/text.txt"),
+        (["--n_embd", "65", "--n_head", "4"], "--n_embd 65 is not a multiple"),
+    ],
+)
 def test_a_mistake_ends_all_of_them_with_one_sentence(tmp_path, mistake, sentence):
     done = together(tmp_path, *tiny(tmp_path), *mistake)
     assert done.code != 0 and done.err.count(sentence) == 1
@@ -129,7 +140,10 @@ def test_a_signal_to_the_launcher_ends_all_with_a_checkpoint_to_go_on_from(folde
     step = gpt.read_checkpoint(two / "out/last.pt")[0]["step"]
     assert 0 < step < 3000 and f"stopped at step {step} and saved" in done.err
     rest = alone(two, *tiny(two, *flags), "--resume")
-    same(steps(rest.out), steps(alone(one, *tiny(one, *flags)).out)[-len(steps(rest.out)):])
+    whole = steps(alone(one, *tiny(one, *flags)).out)[-len(steps(rest.out)) :]
+    # in thousands of steps the order of summation grows to a hundredth; the losses began at 3
+    assert numbers(steps(rest.out)) == [pytest.approx(row, abs=0.05) for row in numbers(whole)]
+    assert all(row[1] < 1.5 for row in numbers(whole))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
