@@ -444,7 +444,8 @@ class Run:
     def __init__(self, model, data, config, out=None, extra=None, start=None, stepper=None, dtype=None,
                  signals=None):
         self.model, self.data, self.config, self.out, self.extra = model, data, config, out, extra or {}
-        self.stepper, self.dtype, self.signals, self.start = stepper or model, dtype, signals, start
+        self.stepper = model if stepper is None else stepper            # a compiled model has no truth value
+        self.dtype, self.signals, self.start = dtype, signals, start
         self.device = next(model.parameters()).device
         self.step, self.history, self.seconds = 0, [], 0.0
         if start:                                               # its last report is made once more
@@ -972,7 +973,7 @@ def train_and_sample(flags, why, given):
     say(f"\nfiles:  in {out}: best.pt (the best model), last.pt (to go on), loss.csv (the record)")
     say(f"write:  {command(flags, '--sample')}")
     longer = 2 * flags.max_iters or 1000
-    decay = f" --lr_decay_iters {longer}" if flags.lr_decay_iters else ""       # up again, and down until then
+    decay = f" --lr_decay_iters {longer}" if flags.lr_decay_iters else ""       # up again, then down
     say(f"go on:  {command(flags, f'--resume --max_iters {longer}{decay}')}")
     del lock                                                            # held until here
 
