@@ -459,8 +459,11 @@ class Run:
         """The numbers of the turns to take. Before each one, note what an exact resume would need."""
         self.optimizer = optimizer
         if self.start:
-            optimizer.load_state_dict(self.start["optimizer"])
-            set_random_state(self.start["random"])
+            try:
+                optimizer.load_state_dict(self.start["optimizer"])
+                set_random_state(self.start["random"])
+            except Exception as error:
+                raise UserError(f"last.pt is damaged ({type(error).__name__}); --init_from takes its model") from None
         config = self.config
         reports = 1 + -(-config.max_iters // config.eval_interval)
         self.work = 3 * config.max_iters + 2 * config.eval_iters * reports  # a step counts as three forwards

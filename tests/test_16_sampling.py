@@ -266,7 +266,7 @@ def test_an_error_about_characters_is_shown_on_such_a_console_too(chinese, tmp_p
 
 
 def test_in_a_pipe_there_are_plain_lines_and_no_carriage_returns(tmp_path):
-    done = run(tmp_path, *tiny(tmp_path, "--eval_iters", "400"))
+    done = run(tmp_path, *tiny(tmp_path, "--eval_iters", "2000"))
     assert done.code == 0 and "\r" not in done.out + done.err and "\x1b" not in done.out + done.err
     assert re.search(r"^step \d+ of 20, measuring the loss, .*\d:\d\d:\d\d left$", done.err, re.M)
     assert len(steps(done.out)) == 3 and " of 20" not in done.out

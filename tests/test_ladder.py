@@ -1,7 +1,7 @@
 """
 The ladder: the lecture's model at each moment, put together from the product's own classes and trained by its
 own loop, against the losses on record. While the lecture was recorded, attention was scaled by the width of
-the model and not by the size of a head; `Slip` puts that back, and so gives the numbers on the video's screen.
+the model and not by the size of a head; `Slip` puts that back, and so gives the numbers on the screen.
 `pytest -m slow -s tests/test_ladder.py` prints the table.
 """
 
