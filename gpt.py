@@ -463,7 +463,7 @@ class Run:
                 optimizer.load_state_dict(self.start["optimizer"])
                 set_random_state(self.start["random"])
             except Exception as error:
-                raise UserError(f"last.pt is damaged ({type(error).__name__}); --init_from takes its model") from None
+                raise UserError(f"last.pt is damaged ({type(error).__name__}); use --init_from") from None
         config = self.config
         reports = 1 + -(-config.max_iters // config.eval_interval)
         self.work = 3 * config.max_iters + 2 * config.eval_iters * reports  # a step counts as three forwards
