@@ -66,7 +66,7 @@ class Tokenizer:
 def load_data(text, name, block_size, tokenizer=None):
     """ encode and split a text -> tokenizer, {"train": (N,), "val": (M,)}; UserError if it will not do """
     # here are all the unique characters that occur in this text
-    chars = vocabulary(text)                                            # sorted(list(set(text)))
+    chars = vocabulary(text)                                    # sorted(list(set(text)))
     tokenizer = tokenizer or Tokenizer(chars)
     if lacking := sorted(set(chars) - set(tokenizer.chars)):
         raise UserError(f"{name} has characters the model never saw, {''.join(lacking)!r}; take them out")
@@ -235,7 +235,7 @@ def main(argv=None):
         torch.manual_seed(config.seed)
         model = BigramLanguageModel(vocab_size).to(device)
         train(model, data, config, device)
-        context = torch.zeros((1, 1), dtype=torch.long, device=device)      # token 0, a newline
+        context = torch.zeros((1, 1), dtype=torch.long, device=device)  # token 0, a newline
         print(tokenizer.decode(model.generate(context, config.max_new_tokens)[0].tolist()), flush=True)
         if name == MANUAL:
             print(f"notice: it learned {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)

@@ -92,7 +92,7 @@ class Tokenizer:
 def load_data(text, name, block_size, tokenizer=None):
     """ encode and split a text -> tokenizer, {"train": (N,), "val": (M,)}; UserError if it will not do """
     # here are all the unique characters that occur in this text
-    chars = vocabulary(text)                                            # sorted(list(set(text)))
+    chars = vocabulary(text)                                    # sorted(list(set(text)))
     tokenizer = tokenizer or Tokenizer(chars)
     if lacking := sorted(set(chars) - set(tokenizer.chars)):
         raise UserError(f"{name} has characters the model never saw, {''.join(lacking)!r}; take them out")
@@ -150,14 +150,14 @@ class Head(nn.Module):
     def forward(self, x):
         # x of shape (B, T, C), C = n_embd; the result of shape (B, T, hs), hs = head_size
         B, T, C = x.shape
-        k = self.key(x)                                                         # (B, T, hs)
-        q = self.query(x)                                                       # (B, T, hs)
+        k = self.key(x)                                         # (B, T, hs)
+        q = self.query(x)                                       # (B, T, hs)
         # affinities: scaled by the head size their variance is about 1, so that softmax does not saturate
         wei = q @ k.transpose(-2, -1) * k.shape[-1]**-0.5       # (B, T, hs) @ (B, hs, T) -> (B, T, T)
-        wei = wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))            # the future stays hidden
+        wei = wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))    # the future stays hidden
         wei = F.softmax(wei, dim=-1)                            # each row sums to one
         wei = self.dropout(wei)
-        v = self.value(x)                                                       # (B, T, hs)
+        v = self.value(x)                                       # (B, T, hs)
         return wei @ v                                          # (B, T, T) @ (B, T, hs) -> (B, T, hs)
 
 
@@ -181,8 +181,8 @@ class MultiHeadAttention(nn.Module):
         # x of shape (B, T, C)
         B, T, C = x.shape
         layers = [h.query for h in self.heads] + [h.key for h in self.heads] + [h.value for h in self.heads]
-        weight = torch.cat([layer.weight for layer in layers])                  # (3 * nh * hs, C)
-        qkv = F.linear(x, weight).view(B, T, 3, len(self.heads), -1)            # (B, T, 3, nh, hs)
+        weight = torch.cat([layer.weight for layer in layers])  # (3 * nh * hs, C)
+        qkv = F.linear(x, weight).view(B, T, 3, len(self.heads), -1)    # (B, T, 3, nh, hs)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                    # three of (B, nh, T, hs)
         p = self.heads[0].dropout.p if self.training else 0.0
         # scale by hs**-0.5, mask the future, softmax, dropout, @ v: the whole of Head.forward
@@ -247,10 +247,10 @@ class GPTLanguageModel(nn.Module):
         B, T = idx.shape
         tok_emb = self.token_embedding_table(idx)               # (B, T, C): what stands there
         pos_emb = self.position_embedding_table(torch.arange(T, device=idx.device))  # (T, C): where it stands
-        x = tok_emb + pos_emb                                                   # (B, T, C)
-        x = self.blocks(x)                                                      # (B, T, C)
-        x = self.ln_f(x)                                                        # (B, T, C)
-        logits = self.lm_head(x)                                                # (B, T, vocab_size)
+        x = tok_emb + pos_emb                                   # (B, T, C)
+        x = self.blocks(x)                                      # (B, T, C)
+        x = self.ln_f(x)                                        # (B, T, C)
+        logits = self.lm_head(x)                                # (B, T, vocab_size)
 
         if targets is None:
             loss = None
@@ -280,14 +280,14 @@ class GPTLanguageModel(nn.Module):
                 logits, loss = self(idx_cond)
                 logits = logits[:, -1, :]                       # the last time step: (B, C)
                 if top_k is not None:
-                    least = torch.topk(logits, min(top_k, logits.shape[-1])).values[:, -1:]     # (B, 1)
+                    least = torch.topk(logits, min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
                     logits = logits.masked_fill(logits < least, float("-inf"))
                 if temperature == 0:
-                    idx_next = logits.argmax(dim=-1, keepdim=True)              # (B, 1)
+                    idx_next = logits.argmax(dim=-1, keepdim=True)      # (B, 1)
                 else:
-                    probs = F.softmax(logits / temperature, dim=-1)             # (B, C)
-                    idx_next = torch.multinomial(probs, num_samples=1)      # (B, 1): drawn, not the likeliest
-                idx = torch.cat((idx, idx_next), dim=1)                         # (B, T + 1)
+                    probs = F.softmax(logits / temperature, dim=-1)     # (B, C)
+                    idx_next = torch.multinomial(probs, num_samples=1)  # (B, 1): drawn, not the likeliest
+                idx = torch.cat((idx, idx_next), dim=1)         # (B, T + 1)
                 if each:
                     each(idx_next)
         finally:
@@ -318,7 +318,7 @@ def train(model, data, config, run=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2),
                                   weight_decay=config.weight_decay, fused=config.fused)
     model.train()
-    for step in run.turns(optimizer):                                           # 0, 1, .. max_iters
+    for step in run.turns(optimizer):                           # 0, 1, .. max_iters
         # every once in a while evaluate the loss on train and val sets
         if step % config.eval_interval == 0 or step == config.max_iters:
             with run.precision():                               # bfloat16, on a GPU that has it
@@ -354,8 +354,8 @@ SIZES = {
                    max_iters=4200, eval_interval=500, eval_iters=40, learning_rate=3e-3, warmup_iters=200,
                    lr_decay_iters=4200, min_lr=1.5e-4, weight_decay=0.1, beta2=0.995, grad_clip=1.0),
 }
-RECORD = ("step", "train", "val", "learning_rate", "tokens", "seconds")  # the columns of loss.csv
-FILES = ("best.pt", "last.pt", "loss.csv", "loss.png", "attention.png")  # what a run leaves in --out
+RECORD = ("step", "train", "val", "learning_rate", "tokens", "seconds")         # the columns of loss.csv
+FILES = ("best.pt", "last.pt", "loss.csv", "loss.png", "attention.png")         # what a run leaves in --out
 RANK = int(os.environ.get("RANK", 0))                           # which of several processes: torchrun says
 WORLD = int(os.environ.get("WORLD_SIZE", 1))                    # of how many; process 0 speaks and writes
 
@@ -415,7 +415,7 @@ class Signals:
         self.asked = int(number)
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
-        if RANK == 0:                                                   # print may not be called from here
+        if RANK == 0:                                           # print may not be called from here
             os.write(2, b"\nstopping as soon as this step is done; once more stops at once\n")
 
     def check(self):
@@ -444,7 +444,7 @@ class Run:
     def __init__(self, model, data, config, out=None, extra=None, start=None, stepper=None, dtype=None,
                  signals=None):
         self.model, self.data, self.config, self.out, self.extra = model, data, config, out, extra or {}
-        self.stepper = model if stepper is None else stepper            # a compiled model has no truth value
+        self.stepper = model if stepper is None else stepper    # a compiled model has no truth value
         self.dtype, self.signals, self.start = dtype, signals, start
         self.device = next(model.parameters()).device
         self.step, self.history, self.seconds = 0, [], 0.0
@@ -466,7 +466,7 @@ class Run:
                 raise UserError(f"last.pt is damaged ({type(error).__name__}); use --init_from") from None
         config = self.config
         reports = 1 + -(-config.max_iters // config.eval_interval)
-        self.work = 3 * config.max_iters + 2 * config.eval_iters * reports  # a step counts as three forwards
+        self.work = 3 * config.max_iters + 2 * config.eval_iters * reports   # a step counts as three forwards
         self.done = self.done_before = int(self.work * self.step / max(1, config.max_iters))
         self.begin = self.seen = time.monotonic()
         self.next_status, self.stepping, self.step_seconds, self.tokens = self.begin + 0.5, False, 0.0, 0
@@ -654,9 +654,9 @@ def read_checkpoint(path, given=(), base=None):
     if not Path(path).exists():
         raise UserError(f"there is no {path}; train first (python gpt.py), or name a run's folder with --out")
     try:
-        with warnings.catch_warnings():                                 # it warns of what it then refuses
+        with warnings.catch_warnings():                         # it warns of what it then refuses
             warnings.simplefilter("ignore")
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)    # plain types, no code
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # plain types, no code
         if "lm_head.weight" in checkpoint:
             checkpoint = {"format": 1, "config": {}, "chars": None, "model": checkpoint}
         weights = {name: w for name, w in checkpoint["model"].items() if not name.endswith(".tril")}
@@ -784,7 +784,7 @@ def make_stepper(model, config, device, dtype):
         set_random_state(random)
     if WORLD > 1:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)              # newer torch names it otherwise
+            warnings.simplefilter("ignore", FutureWarning)      # newer torch names it otherwise
             stepper = nn.parallel.DistributedDataParallel(stepper, broadcast_buffers=False)
     return stepper
 
@@ -922,7 +922,7 @@ def train_and_sample(flags, why, given):
         raise UserError(f"{WORLD} processes cannot share --batch_size {flags.batch_size}; take a multiple")
     device = flags.device
     if WORLD > 1 and device == "auto" and torch.cuda.is_available():
-        device = f"cuda:{os.environ['LOCAL_RANK']}"                     # a GPU for each process
+        device = f"cuda:{os.environ['LOCAL_RANK']}"             # a GPU for each process
     device = pick_device(device)
     cuda, dtype = device.startswith("cuda"), pick_dtype(flags.dtype, device)
     if cuda:
@@ -956,7 +956,7 @@ def train_and_sample(flags, why, given):
               start if flags.resume else None, make_stepper(model, flags, device, dtype), dtype, signals)
     try:
         train(model, data, flags, run)
-    except (Interrupted, BrokenPipeError):                          # the second: whoever read our output left
+    except (Interrupted, BrokenPipeError):                      # the second: whoever read our output left
         run.save("last.pt")
         note(f"stopped at step {run.step} and saved; to go on: {command(flags, '--resume')}")
         raise
@@ -978,7 +978,7 @@ def train_and_sample(flags, why, given):
     longer = 2 * flags.max_iters or 1000
     decay = f" --lr_decay_iters {longer}" if flags.lr_decay_iters else ""       # up again, then down
     say(f"go on:  {command(flags, f'--resume --max_iters {longer}{decay}')}")
-    del lock                                                            # held until here
+    del lock                                                    # held until here
 
 
 def command(flags, words):
@@ -1002,7 +1002,7 @@ def main(argv=None):
             sample_or_draw(flags, given)
         else:
             train_and_sample(flags, why, given)
-    except UserError as error:                                          # one voice for each machine
+    except UserError as error:                                  # one voice for each machine
         sys.exit(2) if int(os.environ.get("LOCAL_RANK", 0)) else parser.error(str(error))
     except RunFailed as error:
         parser.exit(1, f"gpt.py: {error}\n")

@@ -32,7 +32,7 @@ MUTANTS = [
         "torch.tril(torch.ones(config.block_size, config.block_size), diagonal=1)",
     ),
     ("mask dropped", G, "wei = wei.masked_fill(", "wei.masked_fill("),
-    ("mask of zeros added", G, 'float("-inf"))            # the future', "0.0)            # the future"),
+    ("mask of zeros added", G, 'self.tril[:T, :T] == 0, float("-inf")', "self.tril[:T, :T] == 0, 0.0"),
     ("softmax over the wrong dimension", G, "wei = F.softmax(wei, dim=-1)", "wei = F.softmax(wei, dim=-2)"),
     ("q and k swapped, mask transposed", G, "wei = q @ k.transpose", "wei = k @ q.transpose"),
     ("value from the key layer", G, "v = self.value(x)", "v = self.key(x)"),
@@ -43,10 +43,8 @@ MUTANTS = [
     (
         "fused heads interleaved wrongly",
         G,
-        "view(B, T, 3, len(self.heads), -1)            # (B, T, 3, nh, hs)\n"
-        "        q, k, v = qkv.permute(2, 0, 3, 1, 4)",
-        "view(B, T, 3, -1, len(self.heads))            # (B, T, 3, nh, hs)\n"
-        "        q, k, v = qkv.permute(2, 0, 4, 1, 3)",
+        ".view(B, T, 3, len(self.heads), -1)",
+        ".view(B, T, 3, -1, len(self.heads)).transpose(3, 4)",
     ),
     ("fused heads joined wrongly", G, "out.transpose(1, 2).reshape(B, T, -1)", "out.reshape(B, T, -1)"),
     (
@@ -66,7 +64,7 @@ MUTANTS = [
         "one head too few",
         G,
         "for _ in range(config.n_head)])",
-        "for _ in range(config.n_head - 1)] + [Head(config)] * 1)",
+        "for _ in range(max(1, config.n_head - 1))])",
     ),
     # blocks and the model
     ("residual dropped", G, "x = x + self.sa(self.ln1(x))", "x = self.sa(self.ln1(x))"),
