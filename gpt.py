@@ -921,8 +921,10 @@ def train_and_sample(flags, why, given):
     if flags.batch_size % WORLD:
         raise UserError(f"{WORLD} processes cannot share --batch_size {flags.batch_size}; take a multiple")
     device = flags.device
-    if WORLD > 1 and device == "auto" and torch.cuda.is_available():
+    if WORLD > 1 and torch.cuda.is_available() and device in ("auto", "cuda"):
         device = f"cuda:{os.environ['LOCAL_RANK']}"             # a GPU for each process
+    elif WORLD > 1 and device == "auto":
+        device = "cpu"
     device = pick_device(device)
     cuda, dtype = device.startswith("cuda"), pick_dtype(flags.dtype, device)
     if cuda:
