@@ -326,7 +326,7 @@ def test_cuda_compiles_unless_told_not_to(monkeypatch):
 
 @pytest.mark.slow
 def test_the_real_compiler_or_its_absence_changes_no_printed_loss_much(tmp_path):
-    flags = [*tiny(tmp_path), "--dropout", "0"]                 # a compiled dropout draws other random numbers
+    flags = [*tiny(tmp_path), "--dropout", "0"]  # a compiled dropout draws other random numbers
     plain = run(tmp_path, *flags)
     done = run(tmp_path, *flags, "--compile", timeout=240)
     assert done.code == 0, done.err
