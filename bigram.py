@@ -9,6 +9,7 @@ training text, and its words are no words yet. gpt.py is the answer: `diff bigra
 """
 import argparse
 import math
+import os
 import sys
 from dataclasses import dataclass, field, fields
 
@@ -156,6 +157,8 @@ def train(model, data, config, device):
         # every once in a while evaluate the loss on train and val sets
         if step % config.eval_interval == 0 or step == config.max_iters:
             losses = estimate_loss(model, batch, config.eval_iters)
+            if not math.isfinite(losses["train"] + losses["val"]):
+                sys.exit(f"bigram.py: the loss is no number any more at step {step}; lower --learning_rate")
             print(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}", flush=True)
         if step == config.max_iters:
             break                                               # the last turn only measures
@@ -222,6 +225,7 @@ def pick_device(name):
 
 
 def main(argv=None):
+    sys.stdout = sys.stdout or open(os.devnull, "w")            # None where whoever started us closed it
     parser = make_parser(Config, __doc__, {})
     sys.stdout.reconfigure(errors="replace")                    # no console that lacks a character ends a run
     try:
@@ -243,6 +247,14 @@ def main(argv=None):
         parser.error(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):              # that one: whoever read our output has left
+            parser.exit(1, f"bigram.py: cannot go on: {error}\n")
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        parser.exit(1, "bigram.py: out of memory; lower --batch_size or --block_size\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -282,7 +282,7 @@ class GPTLanguageModel(nn.Module):
                 if top_k is not None:
                     least = torch.topk(logits, min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1)
                     logits = logits.masked_fill(logits < least, float("-inf"))
-                if temperature == 0:
+                if temperature < 1e-6:                          # 0, or so little that dividing would overflow
                     idx_next = logits.argmax(dim=-1, keepdim=True)      # (B, 1)
                 else:
                     probs = F.softmax(logits / temperature, dim=-1)     # (B, C)
@@ -416,7 +416,7 @@ class Signals:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
         if RANK == 0:                                           # print may not be called from here
-            os.write(2, b"\nstopping as soon as this step is done; once more stops at once\n")
+            os.write(sys.stderr.fileno(), b"\nstopping when this step is done; once more stops at once\n")
 
     def check(self):
         asked = self.asked
@@ -604,7 +604,8 @@ def write_whole(path, content):
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise RunFailed(f"cannot write {path}: {error.strerror}; what stood there is whole; make room, "
                         "then go on with --resume") from None
 
@@ -958,7 +959,7 @@ def train_and_sample(flags, why, given):
               start if flags.resume else None, make_stepper(model, flags, device, dtype), dtype, signals)
     try:
         train(model, data, flags, run)
-    except (Interrupted, BrokenPipeError):                      # the second: whoever read our output left
+    except (Interrupted, OSError):                      # the second: whoever read our output left
         run.save("last.pt")
         note(f"stopped at step {run.step} and saved; to go on: {command(flags, '--resume')}")
         raise
@@ -980,7 +981,7 @@ def train_and_sample(flags, why, given):
     longer = 2 * flags.max_iters or 1000
     decay = f" --lr_decay_iters {longer}" if flags.lr_decay_iters else ""       # up again, then down
     say(f"go on:  {command(flags, f'--resume --max_iters {longer}{decay}')}")
-    del lock                                                    # held until here
+    lock.close()                                                    # held until here
 
 
 def command(flags, words):
@@ -990,8 +991,10 @@ def command(flags, words):
 def main(argv=None):
     parser = make_parser(Flags, __doc__, SIZES)
     given = vars(parser.parse_args(argv))
-    for stream in (sys.stdin, sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")                    # no console that lacks a character ends a run
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:                          # closed by whoever started us
+            setattr(sys, name, open(os.devnull, mode))
+        getattr(sys, name).reconfigure(errors="replace")        # a console may lack a character
     try:
         # what can be said at once is said before the text, the model or the network is touched
         flags, why = pick_size(given, pick_device(given.get("device", "auto")))
@@ -1012,8 +1015,10 @@ def main(argv=None):
         sys.exit(128 + stopped.args[0])
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:                                     # whoever read our output has left
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):              # that one: whoever read our output has left
+            parser.exit(1, f"gpt.py: cannot go on: {error}\n")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
             parser.exit(1, "gpt.py: out of memory; lower --batch_size first, then --block_size or --n_embd, "

@@ -75,6 +75,7 @@ def test_temperature_zero_and_top_k_one_take_the_likeliest(model):
     greedy = model.generate(START, 12, temperature=0)
     assert greedy[0, 1].item() == likeliest
     assert torch.equal(greedy, model.generate(START, 12, top_k=1))
+    assert torch.equal(greedy, model.generate(START, 12, temperature=1e-40))  # which would overflow
 
 
 def test_top_k_keeps_the_k_likeliest_and_a_larger_one_keeps_all(model):

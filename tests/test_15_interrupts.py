@@ -5,6 +5,7 @@ status that a shell expects, and what it prints afterwards is what it would have
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 import pytest
 from helpers import ROOT, call, checkpoint, ended, environment, start, steps, tiny, until
 
+import bigram
 import gpt
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals as on Unix")
@@ -36,7 +38,7 @@ def end(process, number):
     process.send_signal(number)
     done = ended(process)
     assert done.code == STATUS[number], done.err
-    assert "Traceback" not in done.err and "stopping as soon as this step is done" in done.err
+    assert "Traceback" not in done.err and "stopping when this step is done" in done.err
     return done
 
 
@@ -124,7 +126,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     assert process.stderr.readline() + process.stderr.readline() == (
-        b"\nstopping as soon as this step is done; once more stops at once\n"
+        b"\nstopping when this step is done; once more stops at once\n"
     )
     assert process.poll() is None
     begin = time.monotonic()
@@ -174,3 +176,36 @@ def test_signals_at_random_moments_and_going_on_end_in_the_digits_of_one_run(tmp
     if done.code:
         printed.update(dict.fromkeys(steps(call(*tiny(tmp_path, *flags), "--resume").out)))
     assert number >= 3 and list(printed) == list(whole) and len(whole) == 9
+
+
+STREAMS = [
+    ("gpt.py", "<&- >&-", 0),
+    ("gpt.py", ">/dev/full", 1),
+    ("bigram.py", ">&-", 0),
+    ("bigram.py", ">/dev/full", 1),
+]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="redirections of a POSIX shell")
+@pytest.mark.parametrize("script, redirection, code", STREAMS)
+def test_closed_streams_and_a_full_device_end_without_a_traceback(script, redirection, code, tmp_path):
+    flags = tiny(tmp_path)
+    if script == "bigram.py":
+        flags = ["--max_iters", "2", "--eval_iters", "1", *flags[flags.index("--data") :][:2]]
+    done = subprocess.run(
+        f"{shlex.join([sys.executable, script, *flags])} {redirection}",
+        shell=True,
+        cwd=ROOT,
+        env=environment(tmp_path),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert code == 0 or f"{script}: cannot go on: [Errno 28]" in done.stderr
+
+
+def test_a_bigram_whose_loss_is_no_number_says_so(tmp_path):
+    flags = tiny(tmp_path)
+    data = flags[flags.index("--data") :][:2]
+    with pytest.raises(SystemExit, match="no number any more at step 50; lower --learning_rate"):
+        bigram.main(["--learning_rate", "1e30", "--max_iters", "50", "--eval_iters", "1", "--device", "cpu", *data])
