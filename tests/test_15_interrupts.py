@@ -208,4 +208,4 @@ def test_a_bigram_whose_loss_is_no_number_says_so(tmp_path):
     flags = tiny(tmp_path)
     data = flags[flags.index("--data") :][:2]
     with pytest.raises(SystemExit, match="no number any more at step 50; lower --learning_rate"):
-        bigram.main(["--learning_rate", "1e30", "--max_iters", "50", "--eval_iters", "1", "--device", "cpu", *data])
+        bigram.main(["--learning_rate", "1e30", "--max_iters", "50", "--eval_iters", "1", *data])
