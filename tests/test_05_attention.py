@@ -130,19 +130,6 @@ def test_attention_has_no_notion_of_space(x):
     assert torch.allclose(head(x)[:, 7], head(shuffled)[:, 7], atol=1e-6)
 
 
-def test_the_model_does_have_one_through_its_positions():
-    torch.manual_seed(1)
-    model = gpt.GPTLanguageModel(replace(CONFIG, init_std=0.5), 65)
-    idx = torch.randint(65, (1, 8))
-    other = torch.cat([idx[:, :7].flip(1), idx[:, 7:]], dim=1)
-    assert not torch.allclose(model(idx)[0][:, 7], model(other)[0][:, 7], atol=1e-2)
-    with torch.no_grad():
-        model.position_embedding_table.weight.zero_()
-    first = gpt.Head(CONFIG)  # one layer over bags: no order is left
-    embed = model.token_embedding_table
-    assert torch.allclose(first(embed(idx))[:, 7], first(embed(other))[:, 7], atol=1e-5)
-
-
 def test_without_the_mask_it_is_an_encoder_and_everything_hears_everything(x):
     head = gpt.Head(CONFIG)
     head.tril.fill_(1)
@@ -191,3 +178,38 @@ def test_torchs_own_multi_head_attention_agrees_with_ours(x):
     mask = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1)  # True: not allowed to look
     expected, _ = theirs(x, x, x, attn_mask=mask, need_weights=False)
     assert torch.allclose(ours(x), expected, atol=1e-5)
+
+
+WIDE = gpt.Config(
+    n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5
+)  # weights that tell
+
+
+def wide_model(config, vocab_size=10):
+    torch.manual_seed(1337)
+    return gpt.GPTLanguageModel(config, vocab_size)
+
+
+def test_queries_keys_and_values_cannot_stand_in_for_each_other():
+    torch.manual_seed(0)
+    head, x = gpt.Head(WIDE), torch.randn(2, 8, 32)
+    roles = {"query": head.query.weight, "key": head.key.weight, "value": head.value.weight}
+
+    def attend(query, key, value):
+        q, k, v = (x @ roles[name].T for name in (query, key, value))
+        wei = (q @ k.mT / 8**0.5).masked_fill(torch.ones(8, 8).triu(1) == 1, float("-inf"))
+        return F.softmax(wei, dim=-1) @ v
+
+    assert torch.allclose(head(x), attend("query", "key", "value"), atol=1e-6)
+    for swapped in [("key", "query", "value"), ("value", "key", "query"), ("query", "value", "key")]:
+        assert not torch.allclose(head(x), attend(*swapped), atol=1e-3)
+
+
+def test_the_model_has_one_through_its_positions_and_without_them_hears_a_bag():
+    model = wide_model(replace(WIDE, n_layer=1))  # deeper ones can count through the mask
+    idx = torch.randint(10, (1, 8))
+    other = torch.cat([idx[:, :7].flip(1), idx[:, 7:]], dim=1)
+    assert not torch.allclose(model(idx)[0][:, 7], model(other)[0][:, 7], atol=1e-2)
+    with torch.no_grad():
+        model.position_embedding_table.weight.zero_()
+    assert torch.allclose(model(idx)[0][:, 7], model(other)[0][:, 7], atol=1e-4)

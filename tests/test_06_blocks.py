@@ -161,3 +161,34 @@ def test_a_model_that_is_put_together_by_hand_is_the_model():
         x = block(x)
     x = F.layer_norm(x, (48,), model.ln_f.weight, model.ln_f.bias)
     assert torch.allclose(model(idx)[0], x @ model.lm_head.weight.T + model.lm_head.bias, atol=1e-4)
+
+
+WIDE = gpt.Config(
+    n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5
+)  # weights that tell
+
+
+def wide_model(config, vocab_size=10):
+    torch.manual_seed(1337)
+    return gpt.GPTLanguageModel(config, vocab_size)
+
+
+@pytest.mark.parametrize("n_head", [1, 2, 4, 6])
+@pytest.mark.parametrize("fused", [True, False])
+def test_any_number_of_heads_is_causal_either_way(n_head, fused):
+    torch.manual_seed(0)
+    sa = gpt.MultiHeadAttention(replace(WIDE, n_embd=48, n_head=n_head, fused=fused))
+    x = torch.randn(2, 8, 48, requires_grad=True)
+    sa(x)[:, :5].pow(2).sum().backward()
+    assert (x.grad[:, :5] != 0).any() and not x.grad[:, 5:].any()
+
+
+def test_dropout_stands_in_three_places_and_nowhere_else():
+    model = wide_model(replace(WIDE, dropout=0.5))
+    places = [name for name, m in model.blocks[0].named_modules() if isinstance(m, torch.nn.Dropout)]
+    assert places == [f"sa.heads.{i}.dropout" for i in range(4)] + ["sa.dropout", "ffwd.net.3"]
+    for m in model.blocks.modules():
+        if isinstance(m, torch.nn.Dropout):
+            m.p = 0.0
+    idx = torch.randint(10, (2, 8))
+    assert torch.equal(model.train()(idx)[0], model.eval()(idx)[0])  # none at the embeddings or the end

@@ -358,3 +358,49 @@ def test_the_digits_on_record_at_step_0_and_near_them_later(shakespeare_data):
             pytest.approx(train, abs=tolerance),
             pytest.approx(val, abs=tolerance),
         )
+
+
+WIDE = gpt.Config(
+    n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5
+)  # weights that tell
+
+
+def wide_model(config, vocab_size=10):
+    torch.manual_seed(1337)
+    return gpt.GPTLanguageModel(config, vocab_size)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_no_gradient_flows_from_what_is_said_now_to_the_future(fused):
+    model = wide_model(replace(WIDE, fused=fused))
+    embedded = []
+    model.blocks.register_forward_pre_hook(
+        lambda module, args: (embedded.append(args[0].detach().requires_grad_()) or embedded[0],)
+    )
+    model(torch.randint(10, (2, 8)))[0][:, :5].sum().backward()
+    heard = embedded[0].grad.abs().sum((0, 2)) > 0  # (T,)
+    assert heard.tolist() == [True] * 5 + [False] * 3
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_whole_models_gradient_is_that_of_finite_differences(fused):
+    config = gpt.Config(n_layer=1, n_head=2, n_embd=4, block_size=3, dropout=0.0, init_std=0.5, fused=fused)
+    model = wide_model(config, 5).double()
+    x, y = torch.randint(5, (2, 3)), torch.randint(5, (2, 3))
+    model(x, y)[1].backward()
+    for p in model.parameters():
+        flat, grad = p.data.view(-1), p.grad.view(-1)
+        for i in range(0, len(flat), 3):
+            at, losses = flat[i].item(), []
+            for flat[i] in (at + 1e-6, at - 1e-6):
+                losses.append(model(x, y)[1].item())
+            flat[i] = at
+            assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(grad[i].item(), abs=1e-7)
+
+
+def test_the_mask_is_neither_a_parameter_nor_saved():
+    model = wide_model(WIDE)
+    assert [name for name, _ in model.named_buffers()] == [
+        f"blocks.{b}.sa.heads.{h}.tril" for b in range(2) for h in range(4)
+    ]
+    assert not any("tril" in name for name in [*model.state_dict(), *dict(model.named_parameters())])
