@@ -1007,8 +1007,11 @@ def main(argv=None):
             sample_or_draw(flags, given)
         else:
             train_and_sample(flags, why, given)
-    except UserError as error:                                  # one voice for each machine
-        sys.exit(2) if int(os.environ.get("LOCAL_RANK", 0)) else parser.error(str(error))
+    except UserError as error:
+        if int(os.environ.get("LOCAL_RANK", 0)):                # one voice for each machine: torchrun ends all
+            time.sleep(2)                                       # processes with the first, which must have spoken
+            sys.exit(2)
+        parser.error(str(error))
     except RunFailed as error:
         parser.exit(1, f"gpt.py: {error}\n")
     except Interrupted as stopped:
