@@ -540,7 +540,7 @@ class Run:
 
     def speed(self):
         seconds_each = (time.monotonic() - self.begin) / max(1, self.done - self.done_before)
-        left = int((self.work - self.done) * seconds_each)
+        left = max(0, int((self.work - self.done) * seconds_each))
         rate = f"{self.tokens / self.step_seconds:,.0f} tokens/s, " if self.step_seconds else ""
         return f"{rate}{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
 
@@ -1008,8 +1008,8 @@ def main(argv=None):
         else:
             train_and_sample(flags, why, given)
     except UserError as error:
-        if int(os.environ.get("LOCAL_RANK", 0)):                # one voice for each machine: torchrun ends all
-            time.sleep(2)                                       # processes with the first, which must have spoken
+        if int(os.environ.get("LOCAL_RANK", 0)):                # one voice a machine: torchrun ends all with
+            time.sleep(2)                                       # the first, which must have spoken by then
             sys.exit(2)
         parser.error(str(error))
     except RunFailed as error:
