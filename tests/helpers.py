@@ -173,3 +173,12 @@ def checkpoint(path):
 
 def losses(line):
     return [float(number) for number in re.findall(r"loss (\S+?)(?:,|$)", line)]
+
+
+# weights large enough to tell
+WIDE = gpt.Config(n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5)
+
+
+def wide_model(config, vocab_size=10):
+    torch.manual_seed(1337)
+    return gpt.GPTLanguageModel(config, vocab_size)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import WIDE, wide_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -178,16 +179,6 @@ def test_torchs_own_multi_head_attention_agrees_with_ours(x):
     mask = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1)  # True: not allowed to look
     expected, _ = theirs(x, x, x, attn_mask=mask, need_weights=False)
     assert torch.allclose(ours(x), expected, atol=1e-5)
-
-
-WIDE = gpt.Config(
-    n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5
-)  # weights that tell
-
-
-def wide_model(config, vocab_size=10):
-    torch.manual_seed(1337)
-    return gpt.GPTLanguageModel(config, vocab_size)
 
 
 def test_queries_keys_and_values_cannot_stand_in_for_each_other():

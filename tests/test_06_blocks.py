@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import WIDE, wide_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -161,16 +162,6 @@ def test_a_model_that_is_put_together_by_hand_is_the_model():
         x = block(x)
     x = F.layer_norm(x, (48,), model.ln_f.weight, model.ln_f.bias)
     assert torch.allclose(model(idx)[0], x @ model.lm_head.weight.T + model.lm_head.bias, atol=1e-4)
-
-
-WIDE = gpt.Config(
-    n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5
-)  # weights that tell
-
-
-def wide_model(config, vocab_size=10):
-    torch.manual_seed(1337)
-    return gpt.GPTLanguageModel(config, vocab_size)
 
 
 @pytest.mark.parametrize("n_head", [1, 2, 4, 6])

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import WIDE, wide_model
 from torch import nn
 from torch.nn import functional as F
 
@@ -358,16 +359,6 @@ def test_the_digits_on_record_at_step_0_and_near_them_later(shakespeare_data):
             pytest.approx(train, abs=tolerance),
             pytest.approx(val, abs=tolerance),
         )
-
-
-WIDE = gpt.Config(
-    n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5
-)  # weights that tell
-
-
-def wide_model(config, vocab_size=10):
-    torch.manual_seed(1337)
-    return gpt.GPTLanguageModel(config, vocab_size)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import WIDE, wide_model
 from torch.nn import functional as F
 
 import gpt
@@ -147,16 +148,6 @@ def test_a_fused_and_a_looped_model_write_the_same(model):
     ours = model.generate(START, 40)
     torch.manual_seed(7)
     assert torch.equal(ours, other.generate(START, 40))
-
-
-WIDE = gpt.Config(
-    n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5
-)  # weights that tell
-
-
-def wide_model(config, vocab_size=10):
-    torch.manual_seed(1337)
-    return gpt.GPTLanguageModel(config, vocab_size)
 
 
 @pytest.mark.parametrize("training", [True, False])
