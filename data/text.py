@@ -1,83 +1,77 @@
 """
-How a text is found, read and encoded: UTF-8 on every platform, a byte order mark dropped, every line ending a
-plain newline. A text is an iterable of strings, its pieces, so that a gigabyte need never be held whole.
+How a text is found, read and encoded: UTF-8 everywhere, every line ending a newline, no byte order mark.
 """
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from data.download import INPUT, SOURCES, download
+from data.download import INPUT, SOURCES, download, place
+from data.flags import UserError
 
 MANUAL = "Python's own reference manual"
 BY_HAND = f"By hand: save {SOURCES[0]} from a browser as {INPUT}, or name a text of yours with --data FILE."
 
 
-class UserError(ValueError):
-    """A mistake that the person at the keyboard can mend; the text is one sentence with the remedy."""
-
-
-class TextFile:
-    """The characters of a UTF-8 file, in pieces of a million, as often as it is looped over."""
-
-    def __init__(self, path):
-        self.path = Path(path)
-
-    def __iter__(self):
-        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
-            raise UserError(f"{self.path} is no plain file, and a text is read twice; save it as one first")
-        try:
-            with open(self.path, encoding="utf-8-sig") as file:        # "-sig": without a byte order mark
-                while piece := file.read(1 << 20):
-                    yield piece
-        except UnicodeDecodeError:
-            raise UserError(self.where_it_is_not_utf8()) from None
-        except OSError as error:
-            raise UserError(f"cannot read {self.path}: {error.strerror}; name another with --data") from None
-
-    def where_it_is_not_utf8(self):
-        offset = 0
-        for line in open(self.path, "rb"):                         # a newline never stands inside a character
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return (f"{self.path} is not UTF-8: byte 0x{line[error.start]:02x} at offset "
-                        f"{offset + error.start}; save it as UTF-8 in a text editor")
-            offset += len(line)
-
-
 def find_text(path=""):
-    """
-    The name and the pieces of the text to train on: the file `path`; without one input.txt, downloaded if
-    need be; with no network the manual inside every Python, so that there is always something to learn.
-    """
+    """ (name, text): the file `path`, or input.txt, downloaded if absent, or the manual inside Python """
     if path and path != MANUAL:
-        return path, TextFile(path)
-    if path != MANUAL:
-        try:
-            return INPUT.name, TextFile(INPUT if INPUT.exists() else download())
-        except OSError as error:                                       # no network, or no room for the file
-            print(f"{error}\nnotice: so the text is {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
+        return path, read_text(path)
+    if path != MANUAL and INPUT.exists():
+        return INPUT.name, read_text(INPUT)
+    try:
+        if path != MANUAL:
+            content = download()
+            try:
+                place(content, INPUT)
+            except OSError as error:
+                print(f"notice: cannot write {INPUT}, so the text stays in memory: {error}", file=sys.stderr)
+            return INPUT.name, content.decode()
+    except ConnectionError as error:
+        print(f"{error}\nnotice: so the text is {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
     from pydoc_data.topics import topics
+    return MANUAL, "\n\n".join(topics[name] for name in sorted(topics))
 
-    return MANUAL, ["\n\n".join(topics[name] for name in sorted(topics))]
+
+def read_text(path):
+    """ the characters of a UTF-8 file; UserError says what is wrong with any other """
+    if Path(path).exists() and not Path(path).is_file():
+        raise UserError(f"{path} is not a plain file; name a text file")
+    try:
+        return decode_text(Path(path).read_bytes(), path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; name another file") from None
 
 
-def vocabulary(text):
-    """sorted(list(set(text))), piece by piece"""
-    chars = set()
-    for piece in text:
-        chars.update(piece)
-    return sorted(list(chars))
+def decode_text(content, name):
+    """ UTF-8 bytes -> string """
+    text, bad = "", content.find(0)
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        bad = error.start
+    if bad >= 0:
+        kind = "looks like UTF-16, or like no text at all" if b"\0" in content else "is not UTF-8"
+        raise UserError(f"{name} {kind}: byte 0x{content[bad]:02x} at offset {bad}; save it as UTF-8")
+    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
 
 
 def encode_text(text, stoi):
-    """
-    Every character of a text through the dictionary stoi, as an array (N,) of the smallest integers that hold
-    the vocabulary. numpy looks up all characters of a piece at once, in a table with an entry per code point.
-    """
-    dtype = next(t for t in (np.uint8, np.int16, np.int32) if len(stoi) - 1 <= np.iinfo(t).max)
+    """ [stoi[ch] for ch in text], fast: an array (N,) of the smallest integers that hold all of stoi's """
+    dtype = next(t for t in (np.uint8, np.int16, np.int32) if len(stoi) <= np.iinfo(t).max + 1)
     table = np.zeros(sys.maxunicode + 1, dtype)
-    for ch, i in stoi.items():
-        table[ord(ch)] = i
-    return np.concatenate([table[np.frombuffer(piece.encode("utf-32-le"), np.uint32)] for piece in text])
+    table[[ord(ch) for ch in stoi]] = list(stoi.values())
+    tokens = np.empty(len(text), dtype)
+    for i in range(0, len(text), 1 << 20):
+        code_points = np.frombuffer(text[i:i + (1 << 20)].encode("utf-32-le"), np.uint32)
+        tokens[i:i + (1 << 20)] = table[code_points]
+    return tokens
+
+
+def check_length(name, data, block_size):
+    """ UserError unless both splits, {"train": (N,), "val": (M,)}, are longer than one context """
+    train, val = len(data["train"]), len(data["val"])
+    if min(train, val) <= block_size:
+        raise UserError(f"{name} is too short: of its {train + val:,} characters {train:,} are to train and "
+                        f"{val:,} to validate, and each must be more than block_size {block_size}; take "
+                        f"{10 * block_size + 1:,} characters or more, or a smaller --block_size")

@@ -1,5 +1,4 @@
-"""What the tests of the running program share: a small text, a tiny model, and three ways to run gpt.py."""
-
+""" What the tests share: a small text, a tiny run, three ways to start gpt.py, and what to read from its output. """
 import io
 import os
 import random
@@ -16,36 +15,16 @@ import torch
 import gpt
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = [
-    "--n_layer",
-    "2",
-    "--n_head",
-    "2",
-    "--n_embd",
-    "16",
-    "--block_size",
-    "8",
-    "--batch_size",
-    "4",
-    "--max_iters",
-    "20",
-    "--eval_interval",
-    "10",
-    "--eval_iters",
-    "2",
-    "--max_new_tokens",
-    "20",
-    "--device",
-    "cpu",
-]
+TINY = ("--n_layer 2 --n_head 2 --n_embd 16 --block_size 8 --batch_size 4 --max_iters 20 --eval_interval 10 "
+        "--eval_iters 2 --max_new_tokens 20 --device cpu --init_std 0.02 --dropout 0 --no-taste --no-decay "
+        "--warmup_iters 0 --learning_rate 3e-4 --weight_decay 0.01 --beta2 0.999 --grad_clip 0").split()
 WORDS = "the cat sat on a mat and saw that dog run home, so it ate. Why not?\n"
+WIDE = gpt.Config(n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5)  # large enough to tell
 
 
 def small_text(length=3000, seed=0):
-    """Words in an order of their own for each seed, all of the characters of WORDS among them."""
-    draw = random.Random(seed)
-    words = WORDS.split(" ")
-    text = WORDS
+    """ words in an order of their own for each seed, all characters of WORDS among them """
+    draw, words, text = random.Random(seed), WORDS.split(" "), WORDS
     while len(text) < length:
         text += draw.choice(words) + " "
     return text[:length]
@@ -58,127 +37,116 @@ def write_small_text(folder, length=3000, seed=0):
 
 
 def tiny(folder, *flags, data=None):
-    """The flags of a tiny run on a small text in the folder; later flags win."""
+    """ the flags of a tiny run on a small text, its files in folder/out; later flags win """
     data = data or write_small_text(folder)
     return [*TINY, "--data", str(data), "--out", str(Path(folder) / "out"), *map(str, flags)]
 
 
-def call(*args, stdin="", plot=False, encoding="utf-8"):
-    """gpt.main in this process, as from a shell: exit status, standard output, standard error."""
+def new_model(config, vocab_size=10, seed=1337):
+    torch.manual_seed(seed)
+    return gpt.GPTLanguageModel(config, vocab_size)
+
+
+def call(*args, stdin="", encoding="utf-8", main=gpt.main):
+    """ main in this process, as from a shell: exit status, standard output, standard error """
     streams = sys.stdin, sys.stdout, sys.stderr
-    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    blocked = {name: sys.modules.get(name) for name in ("matplotlib", "matplotlib.figure")}
-    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
-    sys.stdout = out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
-    sys.stderr = err = io.TextIOWrapper(io.BytesIO(), encoding=encoding, newline="\n")
-    if not plot:  # drawing takes longer than such a run
-        sys.modules.update(dict.fromkeys(blocked))
-    code, threads = 0, torch.get_num_threads()
-    torch.set_num_threads(1)  # two that wait for each other cost more here
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin if isinstance(stdin, bytes) else stdin.encode()), "utf-8")
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.BytesIO(), encoding, errors, newline="\n")
+                              for errors in ("strict", "backslashreplace"))
+    code = 0
     try:
-        gpt.main([str(arg) for arg in args])
+        main([str(arg) for arg in args])
     except SystemExit as stop:
         code = stop.code or 0
     finally:
-        torch.set_num_threads(threads)
+        written = sys.stdout, sys.stderr
         sys.stdin, sys.stdout, sys.stderr = streams
-        for number, handler in handlers:
-            signal.signal(number, handler)
-        for name, module in blocked.items():
-            if module is not None:
-                sys.modules[name] = module
-            elif not plot:
-                del sys.modules[name]
-    out.flush()
-    err.flush()
-    return SimpleNamespace(
-        code=code, out=out.buffer.getvalue().decode(encoding), err=err.buffer.getvalue().decode(encoding)
-    )
+    for stream in written:
+        stream.flush()
+    out, err = (stream.buffer.getvalue().decode(encoding) for stream in written)
+    return SimpleNamespace(code=code, out=out, err=err)
 
 
-def environment(folder, plot=False, **more):
-    """Without proxies, on one core, and without matplotlib, which would take longer than the run."""
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name.lower() not in ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-    }
-    env.update(OMP_NUM_THREADS="1", NO_PROXY="127.0.0.1")
-    if not plot:
-        fake = Path(folder) / "without-matplotlib"
-        fake.mkdir(exist_ok=True)
-        (fake / "matplotlib.py").write_text("raise ImportError('as if not installed')\n", encoding="utf-8")
-        env["PYTHONPATH"] = str(fake)
-    env.update(more)
+def good(*args, **more):
+    """ a call that must succeed """
+    done = call(*args, **more)
+    assert done.code == 0, done.err
+    return done
+
+
+def refusal(*args, **more):
+    """ the one sentence of a call that must be refused: status 2, no step taken, no traceback """
+    done = call(*args, **more)
+    assert done.code == 2 and steps(done.out) == [] and "Traceback" not in done.err, (done.code, done.err)
+    usage, sentence = done.err.strip().split("\n")[-2:]
+    assert usage.startswith("usage: python ")
+    return sentence.split("error: ", 1)[1]
+
+
+def environment(**more):
+    """ without proxies and on one core; None removes a variable """
+    env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    env.update(OMP_NUM_THREADS="1", NO_PROXY="127.0.0.1", **more)
     return {name: value for name, value in env.items() if value is not None}
 
 
-def start(folder, *args, root=ROOT, plot=False, env=None, **popen):
-    """gpt.py as a process of its own."""
-    popen = {
-        "bufsize": 0,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "stdin": subprocess.DEVNULL,
-        **popen,
-    }
-    return subprocess.Popen(
-        [sys.executable, "gpt.py", *map(str, args)],
-        cwd=root,
-        env=environment(folder, plot, **env or {}),
-        **popen,
-    )
+def start(*args, root=ROOT, env=None, command=("gpt.py",), **popen):
+    """ gpt.py, or another command for Python, as a process of its own """
+    popen = dict(bufsize=0, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) | popen
+    return subprocess.Popen([sys.executable, *command, *map(str, args)], cwd=root, env=environment(**env or {}),
+                            **popen)
 
 
-def run(folder, *args, timeout=60, root=ROOT, env=None, input=None, **more):
-    process = start(
-        folder, *args, root=root, env=env, **more, **({} if input is None else {"stdin": subprocess.PIPE})
-    )
+def ended(process, within=60, input=None):
+    """ wait for a process: exit status, standard output, standard error """
     try:
-        out, err = process.communicate(input, timeout)
+        out, err = process.communicate(input, within)
     except subprocess.TimeoutExpired:
         process.kill()
         out, err = process.communicate()
-        raise AssertionError(f"still running after {timeout} s: {out[-500:]!r} {err[-500:]!r}") from None
+        raise AssertionError(f"still running after {within} s: {out[-500:]!r} {err[-500:]!r}") from None
     return SimpleNamespace(code=process.returncode, out=(out or b"").decode(), err=(err or b"").decode())
 
 
-def ended(process, within=20):
-    """Wait for a process that was told to end: exit status, standard output, standard error."""
-    try:
-        out, err = process.communicate(timeout=within)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise AssertionError(f"still running {within} s after it was told to end") from None
-    return SimpleNamespace(code=process.returncode, out=(out or b"").decode(), err=(err or b"").decode())
+def run(*args, within=60, input=None, **more):
+    """ start and ended in one """
+    return ended(start(*args, **more, **({} if input is None else {"stdin": subprocess.PIPE})), within, input)
 
 
 def until(condition, within=30):
-    """Wait for something to become true."""
+    """ wait for something to become true """
     limit = time.monotonic() + within
     while not condition():
         assert time.monotonic() < limit, "it never came"
         time.sleep(0.01)
 
 
+def first_lines(process, begin):
+    """ what a process printed down to the line that begins so """
+    lines = []
+    while not (lines and lines[-1].startswith(begin)):
+        lines.append(process.stdout.readline().decode())
+        assert lines[-1], (lines, process.stderr.read())
+    return "".join(lines)
+
+
 def steps(out):
-    """The lines of losses, without what stands in parentheses."""
+    """ the lines of losses, without what follows in parentheses """
     return [line.split(" (")[0] for line in out.splitlines() if re.match(r"step \d+: ", line)]
-
-
-def checkpoint(path):
-    return torch.load(path, weights_only=True)
 
 
 def losses(line):
     return [float(number) for number in re.findall(r"loss (\S+?)(?:,|$)", line)]
 
 
-# weights large enough to tell
-WIDE = gpt.Config(n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5)
+def checkpoint(path):
+    return torch.load(path, weights_only=True)
 
 
-def wide_model(config, vocab_size=10):
-    torch.manual_seed(1337)
-    return gpt.GPTLanguageModel(config, vocab_size)
+def write_checkpoint(path, state):
+    """ a checkpoint as gpt.py would have written it, its checksum included """
+    state.pop("checksum", None)
+    torch.save({**state, "checksum": gpt.checksum(state)}, path)
+
+
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, **({signal.SIGHUP: 129} if hasattr(signal, "SIGHUP") else {})}

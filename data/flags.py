@@ -1,0 +1,141 @@
+"""
+What both scripts need around the lesson: their settings as flags, the device, and errors in one sentence.
+"""
+import argparse
+import inspect
+import math
+import os
+import re
+import sys
+from contextlib import contextmanager
+from dataclasses import fields
+
+import torch
+
+LIMITS = {  # what a flag takes: one of these words, or numbers from the first to under the second
+    **dict.fromkeys("n_layer n_head".split(), (1, 1001)),
+    **dict.fromkeys("n_embd block_size batch_size eval_interval".split(), (1, 2**62)),
+    **dict.fromkeys("eval_iters num_samples top_k".split(), (1, 2**62)),
+    **dict.fromkeys("max_iters warmup_iters seed max_new_tokens sample_seed".split(), (0, 2**63)),
+    **dict.fromkeys("init_std learning_rate weight_decay grad_clip temperature".split(), (0, math.inf)),
+    **dict.fromkeys("dropout beta2".split(), (0, 1)),
+    "dtype": ["auto", "float32", "bfloat16"],
+}
+
+
+class UserError(ValueError):
+    """ a mistake that the person at the keyboard can mend; the message is one sentence with the remedy """
+
+
+class RunFailed(Exception):
+    """ the run cannot continue; the message is one sentence that says why """
+
+
+def make_parser(config_class, description, sizes):
+    """ a flag for every line of the settings, its comment the help; sizes: {name: {setting: value}} """
+    parser = argparse.ArgumentParser(usage="python %(prog)s [flags]   (--help lists them)",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS, description=description)
+    types = {f.name: f.type for f in fields(config_class)}
+    source = "".join(inspect.getsource(c) for c in reversed(config_class.__mro__[:-1]))
+    for name, question in re.findall(r"^    (?:(\w+): .*)?# (.+)$", source, re.MULTILINE):
+        if not name:
+            group = parser.add_argument_group(question)  # a comment on a line of its own begins a group
+            continue
+        default = getattr(config_class, name)
+        if any(name in values for values in sizes.values()):
+            values = [f"{size} {values.get(name, default)}" for size, values in sizes.items()]
+            question += f" [{', '.join(values)}]"
+        elif types[name] is not bool and default not in (None, ""):
+            question += f" [{default}]"
+        how = dict(type=types[name], metavar=types[name].__name__.upper())
+        if types[name] is bool:
+            how = dict(type=truth, nargs="?", const=True, metavar="BOOL")
+        group.add_argument(f"--{name}", help=question.replace("%", "%%"), **how)
+    return parser
+
+
+def truth(word):
+    """ "True", "false", ... -> a bool; ValueError for another word """
+    return bool(["false", "true"].index(word.lower()))
+
+
+def parse(parser, argv=None):
+    """ the flags that were given, a dictionary; --n-layer means --n_layer, and --no-fused --fused=False """
+    words = sys.argv[1:] if argv is None else [str(word) for word in argv]
+    words = [re.sub(r"^--no[-_]([\w-]+)$", r"--\1=False", word) for word in words]
+    words = [re.sub(r"^--[\w-]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in words]
+    return vars(parser.parse_args(words))
+
+
+def check(config):
+    """ the config, if every value is one that its flag takes; UserError otherwise """
+    for name in [f.name for f in fields(config) if f.name in LIMITS]:
+        value, takes = getattr(config, name), LIMITS[name]
+        if isinstance(takes, list) and value not in takes:
+            raise UserError(f"--{name} {value} is not one of: {', '.join(takes)}")
+        if isinstance(takes, tuple) and value is not None and not takes[0] <= value < takes[1]:  # true of nan
+            raise UserError(f"--{name} {value} is out of range; it takes from {takes[0]} to under {takes[1]}")
+    return config
+
+
+def pick_device(name, local_rank=0):
+    """ "auto" -> the fastest device that is here; UserError for one that is not """
+    here = ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
+    if torch.cuda.is_available():
+        here = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + here
+    if name == "cuda" or name == "auto" and here[0] == "cuda:0":
+        name = f"cuda:{local_rank}"  # a GPU for each process
+    name = here[0] if name == "auto" else name
+    if name not in here:
+        raise UserError(f"--device {name} does not work here with torch {torch.__version__}; take one of: "
+                        f"{', '.join(here)}")
+    return name
+
+
+def explain(error, remedy):
+    """ one sentence for an error of the machine, with the remedy if it lacks memory; None for any other """
+    memory = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|Storage size calculation overflow"
+    if "no kernel image is available" in str(error):
+        return "this build of torch has no kernels for this GPU; install another build, or take --device cpu"
+    if isinstance(error, MemoryError) or re.search(memory, str(error)):
+        return f"out of memory; {remedy}"
+    return None
+
+
+def show(text, end="\n"):
+    """ print at once, with a ? for each character that the console lacks """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end=end, flush=True)
+
+
+@contextmanager
+def plain_errors(parser, remedy):
+    """ one sentence and an exit status for what a person can mend or the machine lacks; other errors stay """
+    try:
+        yield
+    except UserError as error:
+        parser.error(str(error))
+    except RunFailed as error:
+        parser.exit(1, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        pass  # whoever read our output has left
+    except OSError as error:
+        parser.exit(1, f"{parser.prog}: cannot continue: {error}\n")
+    except (MemoryError, RuntimeError) as error:
+        if not (sentence := explain(error, remedy)):
+            raise
+        parser.exit(1, f"{parser.prog}: {sentence}\n")
+
+
+def run_script(main):
+    """ main(), and an end without a second complaint where standard output is closed or full """
+    try:
+        main()
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:  # Python flushes once more at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,129 @@
+"""
+What a run shows while it works, and how it is asked to stop. Process 0 speaks for all.
+"""
+import math
+import os
+import signal
+import sys
+import time
+import unicodedata
+from contextlib import suppress
+
+import torch
+
+from data.flags import show
+from data.processes import rank, world_size
+
+
+class Interrupted(Exception):
+    """ a signal asked for the end; args[0] is its number """
+
+
+def say(text):
+    """ a line on standard output, from process 0 """
+    if rank() == 0:
+        status("")
+        show(text)
+
+
+def note(text):
+    """ a line on standard error, from process 0 """
+    if rank() == 0:
+        status("")
+        with suppress(OSError):  # of a terminal that is gone
+            print(text, file=sys.stderr, flush=True)
+
+
+def on_terminal():
+    return getattr(sys.stderr, "isatty", bool)() and os.environ.get("TERM") != "dumb"
+
+
+def status(text):
+    """ a line that the next one replaces, on a terminal """
+    if on_terminal():
+        with suppress(OSError):
+            print(f"\r{text}\x1b[K", end="" if text else "\r", file=sys.stderr, flush=True)
+
+
+def listed(characters):
+    """ the first twenty characters, invisible and combining ones as escapes, and how many more there are """
+    clear = [ch.isprintable() and not unicodedata.combining(ch) for ch in characters[:20]]
+    shown = "".join(ch if good else ascii(ch)[1:-1] for ch, good in zip(characters, clear))
+    return f"'{shown}'" + (f" and {len(characters) - 20:,} more" if len(characters) > 20 else "")
+
+
+def clock(seconds):
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+
+
+class Progress:
+    """ how far a run is, how fast, how long it will take """
+
+    def __init__(self, config, step):
+        last, interval = config.max_iters, config.eval_interval
+        reports = last // interval - (step - 1) // interval + (last % interval > 0)
+        self.work = 3 * (last - step) + 2 * config.eval_iters * reports  # forward passes: a step takes three
+        self.tokens_per_step = config.batch_size * config.block_size
+        self.done, self.steps, self.seconds = 0, 0, 0.0  # seconds: in training steps
+        self.recent, self.fastest, self.warned = [], math.inf, False
+        self.began = self.now = time.monotonic()
+        self.next_line = self.began + 0.5
+
+    def tick(self, work, text):
+        """ work of so many forward passes begins; on a terminal one line moves, elsewhere a few pass """
+        self.now = time.monotonic()
+        self.done += work
+        if self.now > self.next_line and rank() == 0:
+            self.next_line = self.now + (0.2 if on_terminal() else 10)
+            (status if on_terminal() else note)(f"{text}, {self.speed()}")
+
+    def stepped(self, device):
+        """ a training step is done """
+        seconds = time.monotonic() - self.now
+        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
+        self.recent.append(seconds)
+        if sum(self.recent) > 2:
+            pace, self.recent = sum(self.recent) / len(self.recent), []
+            self.fastest = min(self.fastest, pace)
+            if pace > 3 * self.fastest and device.type == "cpu" and not self.warned:
+                self.warned = True
+                note(f"notice: steps take {pace / self.fastest:.0f} times as long as before, so another "
+                     "program may be busy; with OMP_NUM_THREADS=1 in the environment a run shares better")
+
+    def speed(self):
+        left = (time.monotonic() - self.began) * (self.work - self.done) / max(1, self.done)
+        rate = f"{self.steps * self.tokens_per_step / self.seconds:,.0f} tokens/s, " if self.seconds else ""
+        return f"{rate}{clock(max(0, left))} left"
+
+
+class Interrupts:
+    """ the first Ctrl+C, SIGTERM or SIGHUP waits for the end of the step; a second one acts as before """
+
+    def __init__(self):
+        self.asked, self.before = 0, {}
+
+    def __enter__(self):
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number and signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
+                with suppress(ValueError):                  # only the main thread receives signals
+                    self.before[number] = signal.signal(number, self.remember)
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def remember(self, number, frame):
+        self.asked = int(number)
+        self.__exit__()
+        with suppress(RuntimeError):  # in the middle of another print
+            note("\nstopping when this step is done; once more stops at once")
+
+    def check(self):
+        """ Interrupted, in all processes at the same step, once one of them was asked to stop """
+        asked = torch.tensor(self.asked)
+        if world_size() > 1:
+            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+        if asked:
+            raise Interrupted(int(asked))
