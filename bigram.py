@@ -12,13 +12,16 @@ import os
 import sys
 from dataclasses import dataclass
 
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # before torch is loaded: leave other programs some time
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: waiting threads leave the processor sooner
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from data.flags import RunFailed, check, make_parser, parse, pick_device, plain_errors, run_script, show
+from data.errors import RunFailed, plain_errors, run_script
+from data.flags import check, make_parser, parse, pick_device
 from data.processes import launched
+from data.screen import show
 from data.text import BY_HAND, MANUAL, check_length, encode_text, find_text
 
 # ---- settings
@@ -76,9 +79,6 @@ def get_batch(data, config, device):
     places = places.to(data.device)
     x, y = data[places], data[places + 1]
     return x.to(device).long(), y.to(device).long()
-
-
-# ---- loss
 
 
 @torch.no_grad()

@@ -21,27 +21,18 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # before torch is loaded: leave other programs some time
+if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: waiting threads leave the processor sooner
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+from data.errors import RunFailed, UserError, explain, plain_errors, run_script
 from data.files import claimed, is_full, move_aside, write_whole
-from data.flags import (
-    RunFailed,
-    UserError,
-    check,
-    explain,
-    make_parser,
-    parse,
-    pick_device,
-    plain_errors,
-    run_script,
-    show,
-)
+from data.flags import check, make_parser, parse, pick_device
 from data.pictures import draw_attention, draw_loss
 from data.processes import join, launched, leave, rank, world_size
-from data.screen import Interrupted, Interrupts, Progress, clock, listed, note, say
+from data.screen import Interrupted, Interrupts, Progress, clock, listed, note, say, show
 from data.text import BY_HAND, MANUAL, check_length, decode_text, encode_text, find_text, read_text
 
 # ---- settings
@@ -115,9 +106,6 @@ def get_batch(data, config, device):
     places = places.to(data.device)
     x, y = data[places], data[places + 1]
     return x.to(device).long(), y.to(device).long()
-
-
-# ---- loss
 
 
 @torch.no_grad()
@@ -313,9 +301,8 @@ def learning_rate(step, config):
 
 def train(model, data, config, device, run=None):
     """
-    The training loop, for any model with forward(idx, targets) -> logits, loss, and data {"train": (N,),
-    "val": (M,)}. `run` prints, saves and can be interrupted; without one the losses are only printed.
-    Returns the reports, a list of dictionaries.
+    The training loop, for any model with forward(idx, targets) -> logits, loss; data is as from split_data.
+    `run` prints, saves and can be interrupted; without one, losses are only printed. Returns the reports.
     """
     run = run or Run(model, config)
 
@@ -323,7 +310,6 @@ def train(model, data, config, device, run=None):
         run.tick()  # between two batches: the status line, and Ctrl+C
         return get_batch(data[split], config, device)
 
-    # fused: all weights in one call, where the lecture's AdamW loops over them
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2),
                                   weight_decay=config.weight_decay, fused=config.fused)
     model.train()
@@ -498,10 +484,11 @@ class Accelerated(nn.Module):
     def compile_it(self, config):
         """ use the compiled model, if a trial step works: much fails only then """
         random = random_state(self.device)
-        self.stepper = torch.compile(self.model)
         idx = torch.zeros((config.batch_size, config.block_size), dtype=torch.long, device=self.device)
         try:
-            self(idx, idx)[1].backward()
+            self.stepper = torch.compile(self.model)
+            logits, loss = self(idx, idx)
+            loss.backward()
         except Exception as error:
             if explain(error, ""):
                 raise  # this is not the compiler's fault
@@ -544,7 +531,8 @@ class Run:
         self.optimizer = optimizer
         if self.start:
             state, weights = self.start["optimizer"], list(self.model.parameters())
-            if any(state[i]["exp_avg"].shape != weights[i].shape for i in state):
+            shapes = [(state[i]["exp_avg"].shape, state[i]["exp_avg_sq"].shape) for i in state]
+            if shapes != [(weights[i].shape, weights[i].shape) for i in state]:  # torch would crash
                 raise UserError(f"last.pt in {self.out} is of another model; start with --init_from")
             groups = optimizer.state_dict()["param_groups"]  # with the settings of now, not those of the file
             optimizer.load_state_dict({"state": state, "param_groups": groups})

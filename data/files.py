@@ -6,7 +6,7 @@ import os
 import time
 from contextlib import contextmanager, suppress
 
-from data.flags import UserError
+from data.errors import UserError
 
 
 def write_whole(path, content):

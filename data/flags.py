@@ -1,16 +1,16 @@
 """
-What both scripts need around the lesson: their settings as flags, the device, and errors in one sentence.
+The settings of both scripts as flags of the command line, and the device.
 """
 import argparse
 import inspect
 import math
-import os
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import fields
 
 import torch
+
+from data.errors import UserError
 
 LIMITS = {  # what a flag takes: one of these words, or numbers from the first to under the second
     **dict.fromkeys("n_layer n_head".split(), (1, 1001)),
@@ -21,14 +21,6 @@ LIMITS = {  # what a flag takes: one of these words, or numbers from the first t
     **dict.fromkeys("dropout beta2".split(), (0, 1)),
     "dtype": ["auto", "float32", "bfloat16"],
 }
-
-
-class UserError(ValueError):
-    """ a mistake that the person at the keyboard can mend; the message is one sentence with the remedy """
-
-
-class RunFailed(Exception):
-    """ the run cannot continue; the message is one sentence that says why """
 
 
 def make_parser(config_class, description, sizes):
@@ -91,51 +83,3 @@ def pick_device(name, local_rank=0):
         raise UserError(f"--device {name} does not work here with torch {torch.__version__}; take one of: "
                         f"{', '.join(here)}")
     return name
-
-
-def explain(error, remedy):
-    """ one sentence for an error of the machine, with the remedy if it lacks memory; None for any other """
-    memory = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|Storage size calculation overflow"
-    if "no kernel image is available" in str(error):
-        return "this build of torch has no kernels for this GPU; install another build, or take --device cpu"
-    if isinstance(error, MemoryError) or re.search(memory, str(error)):
-        return f"out of memory; {remedy}"
-    return None
-
-
-def show(text, end="\n"):
-    """ print at once, with a ? for each character that the console lacks """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), end=end, flush=True)
-
-
-@contextmanager
-def plain_errors(parser, remedy):
-    """ one sentence and an exit status for what a person can mend or the machine lacks; other errors stay """
-    try:
-        yield
-    except UserError as error:
-        parser.error(str(error))
-    except RunFailed as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        pass  # whoever read our output has left
-    except OSError as error:
-        parser.exit(1, f"{parser.prog}: cannot continue: {error}\n")
-    except (MemoryError, RuntimeError) as error:
-        if not (sentence := explain(error, remedy)):
-            raise
-        parser.exit(1, f"{parser.prog}: {sentence}\n")
-
-
-def run_script(main):
-    """ main(), and an end without a second complaint where standard output is closed or full """
-    try:
-        main()
-    finally:
-        try:
-            sys.stdout.flush()
-        except OSError:  # Python flushes once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

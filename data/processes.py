@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from data.flags import UserError
+from data.errors import UserError
 
 
 def launched():

@@ -3,6 +3,7 @@ What a run shows while it works, and how it is asked to stop. Process 0 speaks f
 """
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -11,12 +12,17 @@ from contextlib import suppress
 
 import torch
 
-from data.flags import show
 from data.processes import rank, world_size
 
 
 class Interrupted(Exception):
     """ a signal asked for the end; args[0] is its number """
+
+
+def show(text, end="\n"):
+    """ print at once, with a ? for each character that the console lacks """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end=end, flush=True)
 
 
 def say(text):
@@ -42,6 +48,7 @@ def status(text):
     """ a line that the next one replaces, on a terminal """
     if on_terminal():
         with suppress(OSError):
+            text = text[:shutil.get_terminal_size().columns - 1]
             print(f"\r{text}\x1b[K", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
@@ -65,13 +72,16 @@ class Progress:
         self.work = 3 * (last - step) + 2 * config.eval_iters * reports  # forward passes: a step takes three
         self.tokens_per_step = config.batch_size * config.block_size
         self.done, self.steps, self.seconds = 0, 0, 0.0  # seconds: in training steps
-        self.recent, self.fastest, self.warned = [], math.inf, False
+        self.recent_steps, self.recent_seconds, self.fastest, self.warned = 0, 0.0, math.inf, False
         self.began = self.now = time.monotonic()
+        self.since, self.done_since = self.began, 0  # from when on work is counted: the first pass is slow
         self.next_line = self.began + 0.5
 
     def tick(self, work, text):
         """ work of so many forward passes begins; on a terminal one line moves, elsewhere a few pass """
         self.now = time.monotonic()
+        if self.done_since == 0:
+            self.since, self.done_since = self.now, self.done
         self.done += work
         if self.now > self.next_line and rank() == 0:
             self.next_line = self.now + (0.2 if on_terminal() else 10)
@@ -81,9 +91,9 @@ class Progress:
         """ a training step is done """
         seconds = time.monotonic() - self.now
         self.steps, self.seconds = self.steps + 1, self.seconds + seconds
-        self.recent.append(seconds)
-        if sum(self.recent) > 2:
-            pace, self.recent = sum(self.recent) / len(self.recent), []
+        self.recent_steps, self.recent_seconds = self.recent_steps + 1, self.recent_seconds + seconds
+        if self.recent_seconds > 2:
+            pace, self.recent_steps, self.recent_seconds = self.recent_seconds / self.recent_steps, 0, 0.0
             self.fastest = min(self.fastest, pace)
             if pace > 3 * self.fastest and device.type == "cpu" and not self.warned:
                 self.warned = True
@@ -91,7 +101,8 @@ class Progress:
                      "program may be busy; with OMP_NUM_THREADS=1 in the environment a run shares better")
 
     def speed(self):
-        left = (time.monotonic() - self.began) * (self.work - self.done) / max(1, self.done)
+        pace = (time.monotonic() - self.since) / max(1, self.done - self.done_since)
+        left = pace * (self.work - self.done)
         rate = f"{self.steps * self.tokens_per_step / self.seconds:,.0f} tokens/s, " if self.seconds else ""
         return f"{rate}{clock(max(0, left))} left"
 
@@ -122,8 +133,10 @@ class Interrupts:
 
     def check(self):
         """ Interrupted, in all processes at the same step, once one of them was asked to stop """
-        asked = torch.tensor(self.asked)
+        asked = self.asked
         if world_size() > 1:
-            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
+            tensor = torch.tensor(asked)
+            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+            asked = tensor.item()
         if asked:
-            raise Interrupted(int(asked))
+            raise Interrupted(asked)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from data.download import INPUT, SOURCES, download, place
-from data.flags import UserError
+from data.errors import UserError
 
 MANUAL = "Python's own reference manual"
 BY_HAND = f"By hand: save {SOURCES[0]} from a browser as {INPUT}, or name a text of yours with --data FILE."

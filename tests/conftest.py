@@ -1,26 +1,37 @@
-"""What several tests need. All models here are tiny, and one thread is faster for them than two that wait."""
-
+""" What several tests need. The models are tiny, and one thread is faster for them than two that wait. """
 import os
-from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; children inherit it
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; processes started here inherit it
 
-import pytest  # noqa: E402
+import pytest
+from helpers import ROOT
 
-import gpt  # noqa: E402
-
-INPUT = Path(__file__).resolve().parent.parent / "input.txt"
+import gpt
 
 
 @pytest.fixture(scope="session")
 def shakespeare():
-    """Tiny Shakespeare, a string."""
-    if not INPUT.exists():
+    """ Tiny Shakespeare, a string """
+    if not (ROOT / "input.txt").exists():
         pytest.skip("input.txt is not here: python data/download.py fetches it")
-    return INPUT.read_text(encoding="utf-8")
+    return (ROOT / "input.txt").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")
-def shakespeare_data(shakespeare):
-    """(tokenizer, {"train": (1003854,), "val": (111540,)})"""
-    return gpt.load_data([shakespeare], "input.txt", 8)
+def tokenizer(shakespeare):
+    return gpt.Tokenizer(shakespeare)
+
+
+@pytest.fixture(scope="session")
+def data(shakespeare, tokenizer):
+    """ {"train": (1003854,), "val": (111540,)} """
+    return gpt.split_data(shakespeare, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """ the folder of a finished tiny run, to look at; its files are in trained/out """
+    from helpers import good, tiny
+    folder = tmp_path_factory.mktemp("trained")
+    good(*tiny(folder))
+    return folder

@@ -1,9 +1,8 @@
-""" What the tests share: a small text, a tiny run, three ways to start gpt.py, and what to read from its output. """
+""" What the tests share: a small text, a tiny run, ways to start gpt.py, and how to read its output. """
 import io
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ TINY = ("--n_layer 2 --n_head 2 --n_embd 16 --block_size 8 --batch_size 4 --max_
         "--eval_iters 2 --max_new_tokens 20 --device cpu --init_std 0.02 --dropout 0 --no-taste --no-decay "
         "--warmup_iters 0 --learning_rate 3e-4 --weight_decay 0.01 --beta2 0.999 --grad_clip 0").split()
 WORDS = "the cat sat on a mat and saw that dog run home, so it ate. Why not?\n"
-WIDE = gpt.Config(n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5)  # large enough to tell
+WIDE = gpt.Config(n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5)  # large weights
 
 
 def small_text(length=3000, seed=0):
@@ -85,7 +84,7 @@ def refusal(*args, **more):
 
 def environment(**more):
     """ without proxies and on one core; None removes a variable """
-    env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    env = {name: os.environ[name] for name in os.environ if not name.lower().endswith("_proxy")}
     env.update(OMP_NUM_THREADS="1", NO_PROXY="127.0.0.1", **more)
     return {name: value for name, value in env.items() if value is not None}
 
@@ -93,8 +92,8 @@ def environment(**more):
 def start(*args, root=ROOT, env=None, command=("gpt.py",), **popen):
     """ gpt.py, or another command for Python, as a process of its own """
     popen = dict(bufsize=0, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) | popen
-    return subprocess.Popen([sys.executable, *command, *map(str, args)], cwd=root, env=environment(**env or {}),
-                            **popen)
+    command = [sys.executable, *command, *map(str, args)]
+    return subprocess.Popen(command, cwd=root, env=environment(**env or {}), **popen)
 
 
 def ended(process, within=60, input=None):
@@ -147,6 +146,3 @@ def write_checkpoint(path, state):
     """ a checkpoint as gpt.py would have written it, its checksum included """
     state.pop("checksum", None)
     torch.save({**state, "checksum": gpt.checksum(state)}, path)
-
-
-STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, **({signal.SIGHUP: 129} if hasattr(signal, "SIGHUP") else {})}
