@@ -565,13 +565,12 @@ class Run:
         tokens, rate = step * self.progress.tokens_per_step, learning_rate(step, self.config)
         row = (step, losses["train"], losses["val"], rate, tokens, self.elapsed())
         self.history.append(dict(zip(RECORD, row)))
-        more = self.progress.speed()
-        if self.config.decay or self.config.warmup_iters:
-            more = f"lr {rate:.1e}, {more}"
+        more = [f"lr {rate:.1e}"] if self.config.decay or self.config.warmup_iters else []
+        more += self.progress.speed()
         if step == 0 and self.tokenizer:
             size = len(self.tokenizer.chars)
-            more = f"guessing scores ln({size}) = {math.log(size):.4f}"
-        say(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f} ({more})")
+            more = [f"guessing scores ln({size}) = {math.log(size):.4f}"]
+        say(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f} ({', '.join(more)})")
         if self.best is None or losses["val"] < self.best["val"] or step == self.best["step"]:
             self.best = self.history[-1]
             self.save("best.pt")

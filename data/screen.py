@@ -85,7 +85,7 @@ class Progress:
         self.done += work
         if self.now > self.next_line and rank() == 0:
             self.next_line = self.now + (0.2 if on_terminal() else 10)
-            (status if on_terminal() else note)(f"{text}, {self.speed()}")
+            (status if on_terminal() else note)(", ".join([text, *self.speed()]))
 
     def stepped(self, device):
         """ a training step is done """
@@ -101,10 +101,12 @@ class Progress:
                      "program may be busy; with OMP_NUM_THREADS=1 in the environment a run shares better")
 
     def speed(self):
-        pace = (time.monotonic() - self.since) / max(1, self.done - self.done_since)
-        left = pace * (self.work - self.done)
-        rate = f"{self.steps * self.tokens_per_step / self.seconds:,.0f} tokens/s, " if self.seconds else ""
-        return f"{rate}{clock(max(0, left))} left"
+        """ what can be said of the speed: the tokens per second, the time left """
+        parts = [f"{self.steps * self.tokens_per_step / self.seconds:,.0f} tokens/s"] if self.seconds else []
+        if self.done > self.done_since > 0:
+            pace = (time.monotonic() - self.since) / (self.done - self.done_since)
+            parts.append(f"{clock(max(0, pace * (self.work - self.done)))} left")
+        return parts
 
 
 class Interrupts:

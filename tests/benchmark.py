@@ -1,12 +1,15 @@
 """
-Speed, side by side in one run: machines are noisy, so look at the ratios. No test: nothing passes or fails.
+Speed, side by side in one quiet run: machines are noisy, so look at the ratios. No test: nothing can fail.
 
     python tests/benchmark.py                  steps, their profile, the start, generation
-    python tests/benchmark.py laptop           the laptop size against a well-known recipe of the same cost
+    python tests/benchmark.py laptop           the laptop size against a well-known recipe
+    python tests/benchmark.py company          a run beside a busy program, by settings of its waiting threads
+    python tests/benchmark.py bfloat16         the lecture and the laptop size in bfloat16 on this CPU
     python tests/benchmark.py texts            texts of 1, 10, 100 and 1000 MB
     python tests/benchmark.py gpu              on a GPU: the default run, and the lecture's loop against it
 """
 import io
+import os
 import re
 import statistics
 import subprocess
@@ -14,6 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,69 +28,77 @@ import torch  # noqa: E402
 import gpt  # noqa: E402
 from data.text import find_text  # noqa: E402
 
-RECIPE = ("--n_layer 4 --n_head 4 --n_embd 128 --block_size 64 --batch_size 12 --max_iters 2000 --dropout 0 "
-          "--learning_rate 1e-3 --warmup_iters 100 --lr_decay_iters 2000 --min_lr 1e-4 --beta2 0.99 "
-          "--eval_interval 250 --eval_iters 20").split()
+RECIPE = ("--size notebook --n_embd 128 --block_size 64 --batch_size 12 --max_iters 2000 --warmup_iters 100 "
+          "--decay --beta2 0.99 --eval_interval 250 --eval_iters 20").split()
 SMALL = dict(n_layer=4, n_head=4, n_embd=128, block_size=64, batch_size=12, dropout=0.0)
 
 
 def machine():
-    return f"torch {torch.__version__}, " + (torch.cuda.get_device_name() if torch.cuda.is_available()
-                                             else f"CPU, {torch.get_num_threads()} threads")
+    cpu = f"CPU, {torch.get_num_threads()} threads"
+    return f"torch {torch.__version__}, {torch.cuda.get_device_name() if torch.cuda.is_available() else cpu}"
 
 
-def shakespeare(block_size):
-    name, text = find_text()
-    return gpt.load_data(text, name, block_size)
-
-
-def tokens_per_second(steps, device="cpu", dtype=None, compile=False, **values):
-    """Of the product's own loop, without the measuring; the first steps, which warm up, do not count."""
-    config = gpt.Flags(max_iters=steps, eval_interval=10**9, eval_iters=1, compile=compile, **values)
-    tokenizer, data = shakespeare(config.block_size)
-    data = {split: tokens.to(device) for split, tokens in data.items()}
+def tokens_per_second(steps, device="cpu", dtype=None, compiled=False, size="laptop", **values):
+    """ of the product's own loop, without the measuring; the first steps, which warm up, do not count """
+    config = gpt.Flags(**{**gpt.SIZES[size], "eval_interval": 10**9, "eval_iters": 1, **values})
+    _, text = find_text()
+    tokenizer = gpt.Tokenizer(text)
+    data = {split: tokens.to(device) for split, tokens in gpt.split_data(text, tokenizer).items()}
     torch.manual_seed(config.seed)
     model = gpt.GPTLanguageModel(config, len(tokenizer.chars)).to(device)
-    stepper = gpt.make_stepper(model, config, device, dtype) if compile else model
-    for number in (max(2, steps // 10), steps):
-        config.max_iters = number
-        run = gpt.Run(model, data, config, stepper=stepper, dtype=dtype)
+    accelerated = gpt.Accelerated(model, config, dtype, compiled)
+    for config.max_iters in (max(2, steps // 10), steps):
+        run = gpt.Run(model, config)
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            gpt.train(model, data, config, run)
-    return run.tokens / run.step_seconds
+            gpt.train(accelerated, data, config, device, run)
+    return run.progress.steps * run.progress.tokens_per_step / run.progress.seconds
+
+
+def compare(rounds, **variants):
+    """ the median tokens/s of each variant, measured in turn, and the ratio of the first two """
+    rates = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, measure in variants.items():
+            rates[name].append(measure())
+    for name, values in rates.items():
+        print(f"  {name:12} {statistics.median(values):9,.0f} tokens/s")
+    first, second = list(rates.values())[:2]
+    print(f"  ratio {statistics.median(a / b for a, b in zip(first, second)):.2f}")
 
 
 def steps():
-    """The heads in one go against the lecture's loop over heads, in turn, five times."""
-    rates = {True: [], False: []}
-    for _ in range(5):
-        for fused in rates:
-            rates[fused].append(tokens_per_second(60, fused=fused, **SMALL))
-    for fused, name in ((True, "default"), (False, "--no-fused")):
-        print(f"  {name:12} {statistics.median(rates[fused]):9,.0f} tokens/s")
-    print(f"  ratio {statistics.median(a / b for a, b in zip(rates[True], rates[False])):.2f}")
+    """ all heads at once against the lecture's loop over heads """
+    compare(5, fused=partial(tokens_per_second, 60, **SMALL),
+            loops=partial(tokens_per_second, 60, fused=False, **SMALL))
+
+
+def bfloat16():
+    """ bfloat16 against float32 on this CPU """
+    for size, count in (("lecture", 3), ("laptop", 60)):
+        print(f"  {size}:")
+        compare(3, bfloat16=partial(tokens_per_second, count, dtype=torch.bfloat16, size=size),
+                float32=partial(tokens_per_second, count, size=size))
 
 
 def profile():
-    """Where the time of a training step goes."""
+    """ where the time of a training step goes """
     for fused in (True, False):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             tokens_per_second(20, fused=fused, **SMALL)
         times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
-        total = sum(times.values())
         products = [t for key, t in times.items() if re.search(r"::(addmm|mm|bmm)$|scaled_dot_product", key)]
-        share = sum(products) / total
+        share = sum(products) / sum(times.values())
         print(f"  {'default' if fused else '--no-fused':12} {share:4.0%} in matrix products and attention")
 
 
 def start():
-    """From the command to the first line on the screen."""
+    """ from the command to the first line on the screen """
     times = []
     for _ in range(3):
         begin = time.monotonic()
         with tempfile.TemporaryDirectory() as out:
-            process = subprocess.Popen([sys.executable, "-u", str(ROOT / "gpt.py"), "--out", out], text=True,
-                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            command = [sys.executable, "-u", str(ROOT / "gpt.py"), "--out", out]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
             process.stdout.readline()
             times.append(time.monotonic() - begin)
             process.kill()
@@ -99,7 +111,7 @@ def start():
 
 @torch.no_grad()
 def naive(model, idx, count):
-    """The lecture's own loop: the scores of all positions of the window at every step."""
+    """ the lecture's own loop: the scores of all positions of the window at every step """
     for _ in range(count):
         logits, _ = model(idx[:, -model.block_size:])
         probs = torch.softmax(logits[:, -1, :], dim=-1)
@@ -108,7 +120,7 @@ def naive(model, idx, count):
 
 
 def generation(device="cpu", count=30):
-    """generate against the naive loop, at the lecture's size, with a full window."""
+    """ generate against the naive loop, at the lecture's size, with a full window """
     model = gpt.GPTLanguageModel(gpt.Config(), 65).to(device).eval()
     idx = torch.randint(65, (1, 256), device=device)
     ratios, rates = [], []
@@ -126,35 +138,39 @@ def generation(device="cpu", count=30):
 
 
 def whole_run(*flags):
-    """Seconds and validation loss, over the whole validation text, of one `python gpt.py ...`."""
+    """ seconds of one `python gpt.py ...`, and what it printed """
     with tempfile.TemporaryDirectory() as out:
         begin = time.monotonic()
         command = [sys.executable, str(ROOT / "gpt.py"), "--out", out, *flags]
         done = subprocess.run(command, text=True, check=True, capture_output=True)
-        seconds = time.monotonic() - begin
-        model, tokenizer = gpt.load(Path(out) / "best.pt")
-    return seconds, validation_loss(model), done.stdout
-
-
-@torch.no_grad()
-def validation_loss(model):
-    """Over the whole validation text, in windows of block_size side by side."""
-    T = model.block_size
-    device = next(model.parameters()).device
-    val = shakespeare(T)[1]["val"].long().to(device)
-    n = (len(val) - 1) // T
-    x, y = val[:n * T].view(n, T), val[1:n * T + 1].view(n, T)
-    losses = [model(x[i:i + 32], y[i:i + 32])[1].item() * len(x[i:i + 32]) for i in range(0, n, 32)]
-    return sum(losses) / n
+    return time.monotonic() - begin, done.stdout
 
 
 def laptop():
-    results = {name: whole_run(*flags) for name, flags in
-               (("recipe", RECIPE), ("laptop", ["--size", "laptop", "--device", "cpu"]))}
-    for name, (seconds, loss, _) in results.items():
-        print(f"  {name}: {seconds:.0f} s, val loss {loss:.4f}")
-    print(f"  ratio of the times {results['laptop'][0] / results['recipe'][0]:.2f}")
-    print(results["laptop"][2])
+    """ as programs, from the command to the end of the sample; the losses are over the validation text """
+    seconds = {}
+    for name, flags in (("recipe", RECIPE), ("laptop", ["--size", "laptop", "--device", "cpu"])):
+        seconds[name], screen = whole_run(*flags)
+        print(f"  {name}: {seconds[name]:.0f} s; " + re.search(r"best: .*", screen)[0])
+    print(f"  ratio of the times {seconds['laptop'] / seconds['recipe']:.2f}\n{screen}")
+
+
+def company():
+    """ the laptop size alone and beside one busy loop, with settings of GNU's OpenMP in the environment """
+    code = "import sys; sys.path[:0] = ['tests']; import benchmark as b; print(b.tokens_per_second(150))"
+    for more in ({"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "3000"}, {"GOMP_SPINCOUNT": "1000"},
+                 {"OMP_WAIT_POLICY": "passive"}, {"OMP_NUM_THREADS": "1"}):
+        rates = []
+        for busy in (False, True):
+            loop = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if busy else None
+            done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **more},
+                                  text=True, capture_output=True, check=True)
+            rates.append(float(done.stdout))
+            if loop:
+                loop.kill()
+                loop.wait()
+        setting = "=".join(*more.items())
+        print(f"  {setting:24} alone {rates[0]:7,.0f} tokens/s, beside a busy loop {rates[1]:7,.0f}")
 
 
 TEXTS = """
@@ -162,13 +178,14 @@ import resource, sys, time
 import torch
 sys.path.insert(0, {root!r})
 import gpt
-from data.text import TextFile
+from data.text import read_text
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 begin = time.monotonic()
-tokenizer, data = gpt.load_data(TextFile({path!r}), "text", 64)
+text = read_text({path!r})
+tokenizer = gpt.Tokenizer(text)
+data = gpt.split_data(text, tokenizer)
 seconds = time.monotonic() - begin
-count = len(data["train"]) + len(data["val"])
-peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / count
+peak = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / len(text)
 config = gpt.Config(n_layer=4, n_head=4, n_embd=96, block_size=64, batch_size=16, dropout=0.0)
 model = gpt.GPTLanguageModel(config, len(tokenizer.chars))
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -181,13 +198,13 @@ for _ in range(100):
     optimizer.step()
     times.append(time.monotonic() - begin)
 step = 1000 * sorted(times)[50]
-print(f"{{count / 1e6:8,.0f}} MB {{seconds:7.2f}} s {{peak:6.1f}} bytes a character {{step:6.1f}} ms a step")
+print(f"{{len(text) / 1e6:8,.0f}} MB {{seconds:7.2f}} s {{peak:6.1f}} bytes a character {{step:6.1f}} ms")
 """
 
 
 def texts():
-    """Reading, the vocabulary and encoding; the peak of memory above the bare program; one training step."""
-    source = "".join(find_text()[1])
+    """ reading, the vocabulary and encoding; the peak of memory above the bare program; one training step """
+    source = find_text()[1]
     with tempfile.TemporaryDirectory() as folder:
         for size in (1, 10, 100, 1000):
             path = Path(folder) / "text.txt"
@@ -198,24 +215,20 @@ def texts():
 
 
 def gpu():
-    """At most eight minutes: the default run, the lecture's loop against the default, generation."""
-    seconds, loss, screen = whole_run()
-    print(screen)
-    print(f"  default run: {seconds:.0f} s, best model's val loss over the whole text {loss:.4f}")
+    """ at most eight minutes: the default run, the lecture's loop against the default, generation """
+    seconds, screen = whole_run()
+    print(f"{screen}\n  default run: {seconds:.0f} s")
     device = gpt.pick_device("cuda")
     dtype = gpt.pick_dtype("auto", device)
-    lecture = tokens_per_second(100, device, fused=False)
-    default = tokens_per_second(400, device, dtype, compile=True)
-    print(f"  lecture's loop in float32 {lecture:,.0f} tokens/s, default {default:,.0f}, "
-          f"ratio {default / lecture:.1f}")
+    compare(1, default=partial(tokens_per_second, 400, device, dtype, compiled=True, size="lecture"),
+            lecture=partial(tokens_per_second, 100, device, size="lecture", fused=False))
     generation(device, 256)
 
 
 def main():
     print(machine())
-    chosen = [globals()[name] for name in sys.argv[1:]] or [steps, profile, start, generation]
-    for part in chosen:
-        print(f"{part.__name__}: {part.__doc__ or ''}")
+    for part in [globals()[name] for name in sys.argv[1:]] or [steps, profile, start, generation]:
+        print(f"{part.__name__}: {part.__doc__}")
         part()
 
 

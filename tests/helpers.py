@@ -85,7 +85,7 @@ def refusal(*args, **more):
 def environment(**more):
     """ without proxies and on one core; None removes a variable """
     env = {name: os.environ[name] for name in os.environ if not name.lower().endswith("_proxy")}
-    env.update(OMP_NUM_THREADS="1", NO_PROXY="127.0.0.1", **more)
+    env.update({"OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", **more})
     return {name: value for name, value in env.items() if value is not None}
 
 

@@ -1,33 +1,52 @@
-"""Chapter 3: the bigram baseline."""
-
+""" Chapter 3: the bigram baseline. """
 import math
 
 import pytest
 import torch
+from helpers import good
 from torch.nn import functional as F
 
 import bigram
 
-ON_RECORD = """0: 4.7305/4.7241; 300: 2.8110/2.8249; 600: 2.5434/2.5682; 900: 2.4932/2.5088;
-1200: 2.4863/2.5035; 1500: 2.4665/2.4921; 1800: 2.4683/2.4936; 2100: 2.4696/2.4846;
-2400: 2.4638/2.4879; 2700: 2.4738/2.4911"""
+START = torch.zeros((1, 1), dtype=torch.long)
+RECORD = """
+step 0: train loss 4.7305, val loss 4.7241
+step 300: train loss 2.8110, val loss 2.8249
+step 600: train loss 2.5434, val loss 2.5682
+step 900: train loss 2.4932, val loss 2.5088
+step 1200: train loss 2.4863, val loss 2.5035
+step 1500: train loss 2.4665, val loss 2.4921
+step 1800: train loss 2.4683, val loss 2.4936
+step 2100: train loss 2.4696, val loss 2.4846
+step 2400: train loss 2.4638, val loss 2.4879
+step 2700: train loss 2.4738, val loss 2.4911
+step 3000: train loss """
+
+
+def new_bigram(seed=1337):
+    torch.manual_seed(seed)
+    return bigram.BigramLanguageModel(65)
 
 
 @pytest.fixture(scope="module")
-def first(shakespeare_data):
-    """The untrained model and the first batch, in the lecture's random order."""
+def first(data):
+    """ the untrained model and the first batch, in the lecture's random order """
     torch.manual_seed(1337)
-    x, y = bigram.get_batch(shakespeare_data[1]["train"], bigram.Config(batch_size=4), "cpu")
-    torch.manual_seed(1337)
-    return bigram.BigramLanguageModel(65), x, y
+    x, y = bigram.get_batch(data["train"], bigram.Config(batch_size=4), "cpu")
+    return new_bigram(), x, y
 
 
-def entropy(text_tokens):
-    """Of the next character given this one, in nats, by counting pairs: the floor of every bigram model."""
-    pairs = text_tokens[:-1].long() * 65 + text_tokens[1:].long()
-    counts = torch.bincount(pairs, minlength=65 * 65).view(65, 65).double()
-    rows = counts / counts.sum(1, keepdim=True).clamp(min=1)
-    return -(counts * rows.clamp(min=1e-300).log()).sum().item() / counts.sum().item()
+@pytest.fixture(scope="module")
+def counts(data):
+    """ how often each character follows each, (65, 65) """
+    pairs = data["train"][:-1].long() * 65 + data["train"][1:].long()
+    return torch.bincount(pairs, minlength=65 * 65).view(65, 65).double()
+
+
+def loss_over_all(model, tokens):
+    """ of the text in one piece, not of a noisy batch """
+    with torch.no_grad():
+        return model(tokens[None, :-1].long(), tokens[None, 1:].long())[1].item()
 
 
 def test_a_model_that_knows_nothing_scores_ln_65():
@@ -56,42 +75,13 @@ def test_cross_entropy_wants_n_by_c_and_takes_b_t_c_for_something_else(first):
     with pytest.raises((RuntimeError, ValueError)):
         F.cross_entropy(logits, y)  # it would read T as the classes
     wrong = F.cross_entropy(logits.transpose(0, 1).reshape(32, 65), y.view(32))  # rows in another order
-    right = F.cross_entropy(logits.view(32, 65), y.view(32))
-    assert right.item() == pytest.approx(4.8786, abs=5e-5) and abs(wrong.item() - right.item()) > 0.01
+    assert abs(wrong.item() - 4.8786) > 0.01
 
 
-def test_what_the_untrained_model_writes(shakespeare_data):
-    torch.manual_seed(1337)
-    model = bigram.BigramLanguageModel(65)
-    text = shakespeare_data[0].decode(model.generate(torch.zeros((1, 1), dtype=torch.long), 100)[0].tolist())
+def test_what_the_untrained_model_writes(tokenizer):
+    text = tokenizer.decode(new_bigram().generate(START, 100)[0].tolist())
     assert len(text) == 101
     assert text.startswith("\nSKIcLT;AcELMoTbvZv C?nq-QE33:CJqkOKH-q;:la!oiywkHjgChzbQ?u!3bLIgwevmyFJGUGp")
-
-
-def test_the_program_prints_the_numbers_on_record_and_ends_above_the_floor(
-    shakespeare_data, shakespeare, capsys
-):
-    bigram.main(["--device", "cpu"])
-    screen = capsys.readouterr().out
-    assert "ln(65) = 4.1744" in screen
-    for report in ON_RECORD.split(";"):
-        step, losses = report.split(":")
-        train, val = losses.strip().split("/")
-        assert f"step {step.strip()}: train loss {train}, val loss {val}\n" in screen
-    last = screen.split("step 3000: ")[1]
-    assert 2.44 < float(last.split()[2].rstrip(",")) < 2.48  # measured after the last step
-    assert len(last.split("\n", 1)[1].rstrip("\n")) >= 495  # 500 characters and the newline it starts from
-    assert entropy(shakespeare_data[1]["train"]) == pytest.approx(2.4519, abs=5e-5)
-
-
-def test_no_bigram_beats_the_entropy_of_the_count_table(shakespeare_data):
-    train = shakespeare_data[1]["train"]
-    counts = torch.bincount(train[:-1].long() * 65 + train[1:].long(), minlength=65 * 65).view(65, 65)
-    model = bigram.BigramLanguageModel(65)
-    with torch.no_grad():  # the best table there is: the counts themselves
-        model.token_embedding_table.weight.copy_(counts.clamp(min=1e-9).double().log())
-        loss = model(train[None, :-1].long(), train[None, 1:].long())[1].item()
-    assert loss == pytest.approx(entropy(train), abs=1e-4)
 
 
 def test_a_bigram_sees_one_character_only(first):
@@ -102,38 +92,47 @@ def test_a_bigram_sees_one_character_only(first):
 
 
 def test_the_bigram_draws_and_does_not_take_the_likeliest():
-    model = bigram.BigramLanguageModel(65)
-    start = torch.zeros((64, 1), dtype=torch.long)
-    assert len(set(model.generate(start, 1)[:, 1].tolist())) > 10
+    assert len(set(new_bigram().generate(START.expand(64, 1), 1)[:, 1].tolist())) > 10
 
 
-def test_gradients_are_forgotten_between_steps(shakespeare_data):
+def test_no_bigram_beats_the_entropy_of_the_count_table(data, counts):
+    rows = counts / counts.sum(1, keepdim=True)
+    entropy = -(counts * rows.clamp(min=1e-300).log()).sum().item() / counts.sum().item()
+    assert entropy == pytest.approx(2.4519, abs=5e-5)
+
+    model = new_bigram()
+    with torch.no_grad():  # the best table there is: the counts themselves
+        model.token_embedding_table.weight.copy_(counts.clamp(min=1e-9).log())
+    assert loss_over_all(model, data["train"]) == pytest.approx(entropy, abs=1e-4)
+
+
+def test_a_trained_bigram_comes_near_the_floor_and_not_below_it(data):
+    model = new_bigram()
+    bigram.train(model, data, bigram.Config(max_iters=1500, eval_interval=1500, eval_iters=1), "cpu")
+    assert 2.4519 < loss_over_all(model, data["train"]) < 2.55
+
+
+def test_training_is_adamw_on_the_gradient_of_each_batch_alone(data):
     config = bigram.Config(max_iters=3, eval_interval=10, eval_iters=1)
+    model, table = new_bigram(), new_bigram().token_embedding_table.weight.detach().requires_grad_()
     torch.manual_seed(1)
-    model = bigram.BigramLanguageModel(65)
-    start = model.token_embedding_table.weight.detach().clone()
-    bigram.train(model, shakespeare_data[1], config, "cpu")
+    bigram.train(model, data, config, "cpu")
 
     torch.manual_seed(1)  # the same by hand
-    table = torch.nn.Parameter(bigram.BigramLanguageModel(65).token_embedding_table.weight.detach())
-    assert torch.equal(table, start)
     optimizer = torch.optim.AdamW([table], lr=1e-2)
     for split in ("train", "val"):  # what the report at step 0 drew
-        bigram.get_batch(shakespeare_data[1][split], config, "cpu")
+        bigram.get_batch(data[split], config, "cpu")
     for _ in range(3):
-        x, y = bigram.get_batch(shakespeare_data[1]["train"], config, "cpu")
+        x, y = bigram.get_batch(data["train"], config, "cpu")
         table.grad = None
         F.cross_entropy(table[x].view(-1, 65), y.view(-1)).backward()
         optimizer.step()
     assert torch.allclose(model.token_embedding_table.weight, table, atol=1e-6)
 
 
-def test_a_trained_bigram_lies_above_the_entropy_of_the_count_table(shakespeare_data):
-    train = shakespeare_data[1]["train"].long()
-    torch.manual_seed(1337)
-    model = bigram.BigramLanguageModel(65)
-    config = bigram.Config(max_iters=1500, eval_interval=1500, eval_iters=1)
-    bigram.train(model, shakespeare_data[1], config, "cpu")
-    with torch.no_grad():
-        loss = model(train[None, :-1], train[None, 1:])[1].item()  # the whole text, not a noisy batch
-    assert 2.4519 < loss < 2.55
+def test_the_program_prints_the_numbers_on_record_and_then_500_characters(shakespeare):
+    out = good("--device", "cpu", main=bigram.main).out
+    assert "ln(65) = 4.1744" in out and RECORD in out
+    train, _, text = out.split(RECORD)[1].partition("\n")
+    assert 2.44 < float(train.split(",")[0]) < 2.48  # measured after the last step
+    assert len(text.removesuffix("\n")) == 501  # with the newline from which it starts

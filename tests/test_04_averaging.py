@@ -1,5 +1,4 @@
-"""Chapter 4: the mathematical trick, averaging the past three ways."""
-
+""" Chapter 4: the mathematical trick, averaging the past three ways. """
 import pytest
 import torch
 from torch.nn import functional as F
@@ -19,7 +18,7 @@ def two_loops(x):
     xbow = torch.zeros(B, T, C)  # "bag of words": the mean of all words so far
     for b in range(B):
         for t in range(T):
-            xbow[b, t] = x[b, : t + 1].mean(0)  # (t + 1, C) -> (C,)
+            xbow[b, t] = x[b, :t + 1].mean(0)  # (t + 1, C) -> (C,)
     return xbow
 
 
@@ -44,10 +43,9 @@ def test_the_first_position_has_only_itself_and_the_last_has_everything(x):
     assert torch.allclose(xbow[:, 0], x[:, 0]) and torch.allclose(xbow[:, -1], x.mean(1), atol=1e-6)
 
 
-def test_a_head_that_looks_for_nothing_averages_its_past():
+def test_a_head_that_looks_for_nothing_averages_its_past(x):
     head = gpt.Head(gpt.Config(n_embd=C, n_head=1, block_size=T, dropout=0.0))
     with torch.no_grad():
         head.query.weight.zero_()  # all affinities zero: the third way above
         head.value.weight.copy_(torch.eye(C))
-        x = torch.randn(B, T, C)
-        assert torch.allclose(head(x), two_loops(x), atol=1e-6)
+    assert torch.allclose(head(x), two_loops(x), atol=1e-6)

@@ -1,217 +1,203 @@
 """
-Any text will do: from any editor, in any language, of any length that leaves both splits a context. What will
-not do is answered in one sentence that says what, where and how to mend it.
+A text of one's own: from any editor, in any language, of any length that leaves both splits a context. What is
+not a text is answered in one sentence that says what is wrong, where, and what to do.
 """
-
 import math
 import os
 import random
-import subprocess
-import sys
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, call, environment, run, small_text, steps, tiny
+from helpers import good, refusal, run, small_text, steps, tiny
 
+import bigram
 import gpt
-from data.text import TextFile, UserError, encode_text, vocabulary
+from data.text import UserError, check_length, encode_text, find_text, read_text
+
+CHINESE = "".join(random.Random(3).choices("你好，世界。🙂👩\u200d🚀é\n", k=2000))
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": None}
+MARK = b"\xef\xbb\xbf"
 
 
 def write(tmp_path, content, name="own.txt"):
     path = tmp_path / name
-    path.write_bytes(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
 
-def read(path):
-    return "".join(TextFile(path))
+def refused(tmp_path, content):
+    """ what a run answers to a text, and the path of the text """
+    path = write(tmp_path, content)
+    return refusal(*tiny(tmp_path, data=path)), path
 
 
-def refusal(tmp_path, path):
-    """What the program answers to a text: one sentence after the usage line, and status 2."""
-    done = call(*tiny(tmp_path, data=path))
-    assert done.code == 2 and steps(done.out) == []
-    usage, sentence = done.err.strip().split("\n")
-    assert "error: " in sentence
-    return sentence
+# ---- line endings and byte order marks
 
 
-# ---- line endings and byte order mark
-
-
-@pytest.mark.parametrize("ending", ["\r\n", "\r"])
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("ending", ["\r\n", "\r", "\n"])
+@pytest.mark.parametrize("mark", [b"", MARK])
 def test_every_line_ending_and_a_byte_order_mark_give_the_same_text(tmp_path, ending, mark):
-    text = small_text()
-    path = write(tmp_path, mark + text.replace("\n", ending).encode())
-    assert text.count("\n") > 5 and read(path) == text
-    assert vocabulary(TextFile(path)) == sorted(set(text))
+    text = small_text(3_000) + "x" * ((1 << 20) - 3_001) + "\ny"  # an ending across the first MiB as well
+    assert read_text(write(tmp_path, mark + text.replace("\n", ending).encode())) == text
 
 
-def test_a_crlf_across_two_pieces_is_one_newline(tmp_path):
-    text = "x" * ((1 << 20) - 1) + "\r\n" + "y"
-    assert read(write(tmp_path, text.encode())) == text.replace("\r\n", "\n")
+def test_two_files_joined_do_not_bring_a_byte_order_mark_into_the_vocabulary(tmp_path):
+    path = write(tmp_path, MARK + b"one\n" + MARK + b"two\n")
+    assert read_text(path) == "one\ntwo\n"
 
 
 def test_training_on_crlf_gives_the_digits_of_lf(tmp_path):
-    text = small_text()
-    lf = call(*tiny(tmp_path, data=write(tmp_path, text.encode(), "lf.txt")))
-    crlf = call(*tiny(tmp_path, data=write(tmp_path, b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())))
-    assert len(steps(lf.out)) == 3 and steps(crlf.out) == steps(lf.out)
+    lf, crlf = write(tmp_path, small_text()), write(tmp_path, small_text().replace("\n", "\r\n"), "crlf.txt")
+    one, two = (steps(good(*tiny(tmp_path, data=path)).out) for path in (lf, crlf))
+    assert len(one) == 3 and one == two
 
 
 # ---- not UTF-8
 
 
-@pytest.mark.parametrize(
-    "before",
-    [
-        pytest.param(b"", id="at the start"),
-        pytest.param(b"It", id="in the first line"),
-        pytest.param(b"one\ntwo\r\nthree\r", id="after line endings of every kind"),
-        pytest.param(b"\xef\xbb\xbf" + "漢字🙂\n漢".encode(), id="after a mark and characters of many bytes"),
-        pytest.param(("漢字🙂é\n" * 120_000).encode() + b"tail", id="beyond one MiB"),
-    ],
-)
-def test_a_byte_that_is_not_utf8_is_named_with_its_offset(tmp_path, before):
-    path = write(tmp_path, before + b"\x92s time\n" + small_text().encode())
-    sentence = refusal(tmp_path, path)
-    assert f"{path} is not UTF-8: byte 0x92 at offset {len(before)}; save it as UTF-8" in sentence
+BEFORE = {
+    "at the start": b"",
+    "after line endings of every kind": b"one\ntwo\r\nthree\r",
+    "after a mark and characters of many bytes": MARK + "漢字🙂\n漢".encode(),
+    "beyond the first MiB": "漢字🙂é\n".encode() * 120_000 + b"tail",
+}
+
+
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
+def test_a_byte_that_is_not_utf_8_is_named_with_its_offset(tmp_path, before):
+    sentence, path = refused(tmp_path, before + b"\x92s time\n" + small_text().encode())
+    assert sentence == f"{path} is not UTF-8: byte 0x92 at offset {len(before)}; save it as UTF-8"
 
 
 def test_a_character_cut_at_the_end_of_the_file_is_named(tmp_path):
-    content = small_text().encode() + "漢".encode()[:2]
-    sentence = refusal(tmp_path, write(tmp_path, content))
-    assert f"byte 0xe6 at offset {len(content) - 2}" in sentence
+    sentence, _ = refused(tmp_path, small_text().encode() + "漢".encode()[:2])
+    assert f"byte 0xe6 at offset {len(small_text())}" in sentence
 
 
-def test_utf_16_as_windows_notepad_may_save_it_is_named(tmp_path):
-    assert "byte 0xff at offset 0" in refusal(tmp_path, write(tmp_path, small_text().encode("utf-16")))
+@pytest.mark.parametrize("encoding", "utf-16 utf-16-le utf-16-be utf-32 utf-32-le utf-32-be".split())
+@pytest.mark.parametrize("text", [small_text(), "Ünïcödé €\n" + small_text()], ids=["ascii", "others"])
+def test_utf_16_and_utf_32_are_named_with_a_mark_and_without(tmp_path, encoding, text):
+    sentence, path = refused(tmp_path, text.encode(encoding))
+    assert sentence.startswith(f"{path} looks like UTF-16, or like no text at all: byte 0x")
+    assert sentence.endswith("; save it as UTF-8")
+
+
+def test_a_nul_character_is_named_with_its_offset(tmp_path):
+    sentence, _ = refused(tmp_path, small_text() + "\0" + small_text())
+    assert f"no text at all: byte 0x00 at offset {len(small_text())}" in sentence
 
 
 # ---- other alphabets
 
 
 def test_chinese_and_emoji_make_the_round_trip(tmp_path):
-    text = "".join(random.Random(3).choices("你好，世界。🙂👩‍🚀é\n", k=2000))
-    tokenizer, data = gpt.load_data(TextFile(write(tmp_path, text.encode())), "own.txt", 8)
-    assert tokenizer.chars == sorted(set(text)) and "👩" in tokenizer.chars
-    assert tokenizer.decode(torch.cat([data["train"], data["val"]]).tolist()) == text
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    text = read_text(write(tmp_path, CHINESE))
+    tokenizer = gpt.Tokenizer(text)
+    data = gpt.split_data(text, tokenizer)
+    assert tokenizer.chars == sorted(set(CHINESE)) and "👩" in tokenizer.chars
+    assert tokenizer.decode(torch.cat([data["train"], data["val"]]).tolist()) == CHINESE
 
 
-def test_a_chinese_text_trains_and_guessing_scores_the_logarithm_of_its_vocabulary(tmp_path):
-    text = "".join(random.Random(3).choices("你好世界，。🙂", k=2000))
-    done = call(*tiny(tmp_path, data=write(tmp_path, text.encode())))
-    assert done.code == 0 and "2,000 characters, a vocabulary of 7" in done.out
-    assert f"guessing scores ln(7) = {math.log(7):.4f}" in done.out
-    sample = done.out.split("that model writes:\n")[1].split("\nfiles:")[0]
-    assert set(sample.strip()) <= set(text) and len(sample.strip()) > 15
+def test_a_chinese_text_trains_whatever_the_locale_says(tmp_path):
+    flags = tiny(tmp_path, data=write(tmp_path, CHINESE))
+    one, two = good(*flags), run(*flags, env=ASCII)
+    size = len(set(CHINESE))
+    assert f"2,000 characters, a vocabulary of {size}" in one.out
+    assert f"(guessing scores ln({size}) = {math.log(size):.4f})" in one.out
+    sample = one.out.split("the best model writes:\n")[1].split("\nfiles:")[0]
+    assert set(sample) <= set(CHINESE) and len(sample) > 15
+    assert two.code == 0 and "Traceback" not in two.err and steps(two.out) == steps(one.out)
+    assert gpt.load(tmp_path / "out/best.pt")[1].chars == sorted(set(CHINESE))
 
 
-@pytest.mark.parametrize(
-    "count, dtype", [(2, np.uint8), (256, np.uint8), (257, np.int16), (32768, np.int16), (32769, np.int32)]
-)
+@pytest.mark.parametrize("count, dtype", [(2, np.uint8), (256, np.uint8), (257, np.int16), (32768, np.int16),
+                                          (32769, np.int32)])
 def test_tokens_take_the_smallest_integers_that_hold_the_vocabulary(count, dtype):
     text = "".join(chr(0x10000 + i) for i in range(count))
-    stoi = {ch: i for i, ch in enumerate(text)}
-    tokens = encode_text([text[:1], text[1:]], stoi)
+    tokens = encode_text(text, {ch: i for i, ch in enumerate(text)})
     assert tokens.dtype == dtype and tokens.tolist() == list(range(count))
 
 
 def test_a_text_of_300_symbols_trains(tmp_path):
-    text = "".join(chr(0x4E00 + i) for i in range(300)) * 4
-    done = call(*tiny(tmp_path, data=write(tmp_path, text.encode())))
-    assert done.code == 0 and "a vocabulary of 300" in done.out and len(steps(done.out)) == 3
+    done = good(*tiny(tmp_path, data=write(tmp_path, "".join(chr(0x4E00 + i) for i in range(300)) * 4)))
+    assert "a vocabulary of 300" in done.out and len(steps(done.out)) == 3
+
+
+TEXTS = {
+    "english": small_text(1_000_000) * 20,
+    "one line": "abcd" * 5_000_000,
+    "chinese, an emoji, line endings of Windows": ("你好，世界。" * 5 + "\r\n") * 200_000 + "🙂",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_long_text_takes_less_than_8_bytes_of_memory_for_each_character(tmp_path, text):
+    path, length = write(tmp_path, text), len(text)
+    tracemalloc.start()
+    try:
+        name, found = find_text(path)
+        tokenizer = gpt.Tokenizer(found)
+        tokens = encode_text(found, tokenizer.stoi)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(tokens) > 0.9 * length and peak < 8 * length, peak / length
 
 
 # ---- too short
 
 
-def test_block_size_plus_one_in_the_shorter_split_works(tmp_path):
-    text = small_text(90)  # 81 to train, 9 to validate: 8 + 1
-    done = call(*tiny(tmp_path, data=write(tmp_path, text.encode())))
-    assert done.code == 0 and len(steps(done.out)) == 3
-
-
-def test_one_less_is_an_error_that_says_the_lengths_and_the_remedy(tmp_path):
-    path = write(tmp_path, small_text(80).encode())
-    sentence = refusal(tmp_path, path)
-    assert f"{path} is too short: of its 80 characters 72 are to train and 8 to validate" in sentence
-    assert "more than block_size 8; take 81 characters or more, or a smaller --block_size" in sentence
-
-
-def test_the_least_length_that_the_error_names_works_and_no_less_does():
+def test_the_least_length_that_the_error_names_works_and_no_less_does(tmp_path):
     for block_size in range(1, 40):
         least = 10 * block_size + 1
-        gpt.load_data([small_text(least)], "own", block_size)
-        with pytest.raises(UserError, match=f"take {least} characters"):
-            gpt.load_data([small_text(least - 1)], "own", block_size)
+        for length in range(least + 1):
+            data = {"train": range(int(0.9 * length)), "val": range(length - int(0.9 * length))}
+            if length == least:
+                check_length("own", data, block_size)
+            else:
+                with pytest.raises(UserError, match=f"take {least} characters"):
+                    check_length("own", data, block_size)
+    assert len(steps(good(*tiny(tmp_path, data=write(tmp_path, small_text(81)))).out)) == 3
 
 
-def test_an_empty_file_is_too_short(tmp_path):
-    assert "is too short: of its 0 characters" in refusal(tmp_path, write(tmp_path, b""))
+@pytest.mark.parametrize("length, train, val", [(80, 72, 8), (0, 0, 0)])
+def test_a_text_that_is_too_short_is_answered_with_its_lengths_and_the_remedy(tmp_path, length, train, val):
+    sentence, path = refused(tmp_path, small_text(length))
+    assert sentence == (f"{path} is too short: of its {length} characters {train} are to train and {val} to "
+                        "validate, and each must be more than block_size 8; take 81 characters or more, or a "
+                        "smaller --block_size")
 
 
 # ---- no text at all
 
 
-def test_a_missing_file_is_named(tmp_path):
-    path = tmp_path / "nothing.txt"
-    sentence = refusal(tmp_path, path)
-    assert f"cannot read {path}: No such file or directory; name another with --data" in sentence
+def test_a_missing_file_is_named_and_an_earlier_run_stays_where_it_is(tmp_path):
+    good(*tiny(tmp_path))
+    before = (tmp_path / "out/last.pt").read_bytes()
+    sentence = refusal(*tiny(tmp_path, data=tmp_path / "nothing.txt"))
+    assert sentence == f"cannot read {tmp_path}/nothing.txt: No such file or directory; name another file"
+    assert (tmp_path / "out/last.pt").read_bytes() == before and not (tmp_path / "out/old-1").exists()
 
 
-def test_a_folder_is_named(tmp_path):
-    (tmp_path / "folder").mkdir()
-    assert f"cannot read {tmp_path / 'folder'}: " in refusal(tmp_path, tmp_path / "folder")
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_folder_and_a_pipe_are_named_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        assert refusal(*tiny(tmp_path, data=path)) == f"{path} is not a plain file; name a text file"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads everything")
 def test_an_unreadable_file_is_named(tmp_path):
-    path = write(tmp_path, small_text().encode())
+    path = write(tmp_path, small_text())
     path.chmod(0)
-    assert f"cannot read {path}: Permission denied" in refusal(tmp_path, path)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-def test_a_pipe_is_named_instead_of_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    assert "is no plain file" in refusal(tmp_path, tmp_path / "pipe")
-
-
-def test_a_mistake_in_the_text_leaves_an_earlier_run_where_it_is(tmp_path):
-    assert call(*tiny(tmp_path)).code == 0
-    before = (tmp_path / "out/last.pt").read_bytes()
-    refusal(tmp_path, tmp_path / "nothing.txt")
-    assert (tmp_path / "out/last.pt").read_bytes() == before and not (tmp_path / "out/old-1").exists()
-
-
-# ---- UTF-8 whatever the platform says
-
-
-ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": None}
-
-
-def test_the_locale_does_not_matter(tmp_path):
-    text = "".join(random.Random(3).choices("你好世界，。🙂\n", k=2000))
-    flags = tiny(tmp_path, data=write(tmp_path, text.encode()))
-    plain = run(tmp_path, *flags, env=ASCII)
-    assert plain.code == 0 and "Traceback" not in plain.err
-    assert len(steps(plain.out)) == 3 and steps(plain.out) == steps(call(*flags).out)
-    assert gpt.load(tmp_path / "out/best.pt")[1].chars == sorted(set(text))
+    assert f"cannot read {path}: Permission denied" in refusal(*tiny(tmp_path, data=path))
 
 
 def test_bigram_answers_in_one_sentence_as_well(tmp_path):
     path = write(tmp_path, b"It\x92s\n")
-    done = subprocess.run(
-        [sys.executable, "bigram.py", "--data", path],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=environment(tmp_path, **ASCII),
-        timeout=30,
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert f"{path} is not UTF-8: byte 0x92 at offset 2" in done.stderr
+    assert f"{path} is not UTF-8: byte 0x92 at offset 2" in refusal("--data", path, main=bigram.main)
+    path = write(tmp_path, small_text(80))
+    assert f"{path} is too short" in refusal("--data", path, main=bigram.main)
