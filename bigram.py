@@ -19,7 +19,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 from data.errors import RunFailed, plain_errors, run_script
-from data.flags import check, make_parser, parse, pick_device
+from data.flags import check, make_parser, parse
+from data.machine import pick_device
 from data.processes import launched
 from data.screen import show
 from data.text import BY_HAND, MANUAL, check_length, encode_text, find_text

@@ -29,7 +29,8 @@ from torch.nn import functional as F
 
 from data.errors import RunFailed, UserError, explain, plain_errors, run_script
 from data.files import claimed, is_full, move_aside, write_whole
-from data.flags import check, make_parser, parse, pick_device
+from data.flags import check, make_parser, parse
+from data.machine import pick_device, pick_dtype, random_state, set_random_state
 from data.pictures import draw_attention, draw_loss
 from data.processes import join, launched, leave, rank, world_size
 from data.screen import Interrupted, Interrupts, Progress, clock, listed, note, say, show
@@ -385,24 +386,25 @@ def settle(given, processes, local_rank):
     The flags given -> (task, flags, checkpoint or None, a line about the size). A value is that of the size,
     unless the checkpoint has another, unless another is given; UserError where these contradict.
     """
-    tasks = [name for name in ("attention", "score") if name in given]
-    tasks += ["sample"] if given.get("sample") or "prompt" in given else []
-    names = [f.name for f in fields(Flags)]
-    training = set(names[:names.index("sample")]) - {"init_from", "device", "out", *SHAPE}
-    if contradicting := tasks[1:] + sorted(training & set(given)) if tasks else []:
-        raise UserError(f"--{tasks[0]} and --{contradicting[0]} are for different tasks; leave one out")
-
     given = {name: value for name, value in given.items() if (name, value) != ("size", "auto")}
+    if "prompt" in given:
+        given["sample"] = True
+    tasks = [name for name in ("sample", "score", "attention") if given.get(name) not in (None, False)]
+    names = [f.name for f in fields(Flags)]
+    for_training = set(names[:names.index("sample")]) - {"init_from", "device", "out", *SHAPE}
+    if tasks and (others := tasks[1:] + sorted(for_training & set(given))):
+        raise UserError(f"--{tasks[0]} and --{others[0]} are for different tasks; leave one of them out")
+
     device = pick_device(given.get("device", "auto"), local_rank)
     size = given.get("size", "lecture" if device.startswith("cuda") else "laptop")
     if size not in SIZES:
         raise UserError(f"--size {size} is not one of: auto, {', '.join(SIZES)}")
     why = "as asked" if "size" in given else f"the default on {device}; or choose: --size {', '.join(SIZES)}"
     why = f"{size}, {why}"
-    resume, start, kept = given.get("resume", False), None, {}
-    if resume or tasks or given.get("init_from"):
-        path = Path(given.get("out", "out")) / ("last.pt" if resume else "best.pt")
-        path = Path(given["init_from"]) if given.get("init_from") and not resume else path
+    resume, init_from, out = given.get("resume", False), given.get("init_from"), Path(given.get("out", "out"))
+    start, kept = None, {}
+    if resume or tasks or init_from:
+        path = out / "last.pt" if resume else Path(init_from or out / "best.pt")
         start = read_checkpoint(path)
         if resume and "optimizer" not in start:
             raise UserError(f"{path} is a model, not a run to continue; start from it with --init_from")
@@ -422,33 +424,7 @@ def settle(given, processes, local_rank):
     return tasks[0] if tasks else "train", flags, start, why
 
 
-# ---- machines
-
-
-def pick_dtype(wanted, device):
-    """ the type for autocast: bfloat16, or None for float32 everywhere; UserError if it is not to be had """
-    cuda = device.startswith("cuda")
-    able = device == "cpu" or cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    if wanted == "bfloat16" and not able:
-        raise UserError(f"--dtype bfloat16 does not work on {device}; leave it out")
-    if wanted == "auto" and cuda and not able:
-        note(f"{device} has no bfloat16, so this runs in float32, more slowly")
-    return torch.bfloat16 if able and (wanted == "bfloat16" or wanted == "auto" and cuda) else None
-
-
-def random_state(device):
-    """ the state of the random numbers of the CPU and of the device, as plain tensors """
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    return states
-
-
-def set_random_state(states):
-    torch.set_rng_state(states["cpu"])
-    for kind in set(states) - {"cpu"}:
-        if torch.get_device_module(kind).is_available():
-            torch.get_device_module(kind).set_rng_state(states[kind])
+# ---- bfloat16, compiling, several processes
 
 
 class Accelerated(nn.Module):
@@ -570,7 +546,8 @@ class Run:
         if step == 0 and self.tokenizer:
             size = len(self.tokenizer.chars)
             more = [f"guessing scores ln({size}) = {math.log(size):.4f}"]
-        say(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f} ({', '.join(more)})")
+        line = f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
+        say(f"{line} ({', '.join(more)})")
         if self.best is None or losses["val"] < self.best["val"] or step == self.best["step"]:
             self.best = self.history[-1]
             self.save("best.pt")

@@ -1,5 +1,5 @@
 """
-The settings of both scripts as flags of the command line, and the device.
+The settings of both scripts as flags of the command line.
 """
 import argparse
 import inspect
@@ -7,8 +7,6 @@ import math
 import re
 import sys
 from dataclasses import fields
-
-import torch
 
 from data.errors import UserError
 
@@ -69,17 +67,3 @@ def check(config):
         if isinstance(takes, tuple) and value is not None and not takes[0] <= value < takes[1]:  # true of nan
             raise UserError(f"--{name} {value} is out of range; it takes from {takes[0]} to under {takes[1]}")
     return config
-
-
-def pick_device(name, local_rank=0):
-    """ "auto" -> the fastest device that is here; UserError for one that is not """
-    here = ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
-    if torch.cuda.is_available():
-        here = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + here
-    if name == "cuda" or name == "auto" and here[0] == "cuda:0":
-        name = f"cuda:{local_rank}"  # a GPU for each process
-    name = here[0] if name == "auto" else name
-    if name not in here:
-        raise UserError(f"--device {name} does not work here with torch {torch.__version__}; take one of: "
-                        f"{', '.join(here)}")
-    return name

@@ -1,5 +1,6 @@
 """ What the tests share: a small text, a tiny run, ways to start gpt.py, and how to read its output. """
 import io
+import itertools
 import os
 import random
 import re
@@ -80,6 +81,18 @@ def refusal(*args, **more):
     usage, sentence = done.err.strip().split("\n")[-2:]
     assert usage.startswith("usage: python ")
     return sentence.split("error: ", 1)[1]
+
+
+def at_batch(monkeypatch, number, act):
+    """ act() when a run is given batch `number`; of a tiny run 0-3 measure step 0, 4-13 train, 14-17 measure ... """
+    get_batch, count = gpt.get_batch, itertools.count()
+
+    def watched(*args):
+        if next(count) == number:
+            act()
+        return get_batch(*args)
+
+    monkeypatch.setattr(gpt, "get_batch", watched)
 
 
 def environment(**more):

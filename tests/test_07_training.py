@@ -1,4 +1,4 @@
-""" Chapter 7, second part: the training of the model, against two independent loops and the numbers on record. """
+""" Chapter 7, second part: its training, against two independent loops and the numbers on record. """
 from dataclasses import replace
 
 import pytest
@@ -121,7 +121,7 @@ def by_hand(config, data):
     dict(eval_interval=4),  # which does not divide max_iters: the end is measured all the same
     dict(max_iters=0),      # which only measures
 ])
-def test_the_training_loop_is_the_lectures_and_takes_no_machinery(changes, digits, capsys, tmp_path, monkeypatch):
+def test_the_loop_is_the_lectures_and_needs_no_machinery(changes, digits, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = replace(TINY, **changes)
     expected, trained = by_hand(config, digits)

@@ -54,19 +54,18 @@ def own(trained, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["--fused", "--no-fused"])
-@pytest.mark.parametrize("first", [10, 7, 1])
-def test_some_steps_and_the_rest_later_are_all_steps_at_once_to_the_digit(tmp_path, first, way):
-    once, parts = tmp_path / "once", tmp_path / "parts"
-    once.mkdir(), parts.mkdir()
-    flags = ["--dropout", "0.3", way]
+def test_some_steps_and_the_rest_later_are_all_steps_at_once_to_the_digit(tmp_path, way):
+    flags, once = ["--dropout", "0.3", way], tmp_path / "once"
+    once.mkdir()
     all_steps = steps(good(*tiny(once, *flags)).out)
-    good(*tiny(parts, *flags, "--max_iters", first))
-    rest = steps(good(*tiny(parts, *flags, "--resume")).out)
-    assert len(all_steps) == 3 and rest == all_steps[1:]
-    one, two = (checkpoint(folder / "out/last.pt") for folder in (once, parts))
-    assert all(torch.equal(one["model"][name], two["model"][name]) for name in one["model"])
-    assert record(once) == record(parts) and [row["step"] for row in record(once)] == ["0", "10", "20"]
-    assert one["curve"] == two["curve"] and [step for step, _ in one["curve"]] == [19]
+    assert len(all_steps) == 3 and [row["step"] for row in record(once)] == ["0", "10", "20"]
+    for first in (10, 7, 1):
+        parts = tmp_path / f"{first} and the rest"
+        parts.mkdir()
+        good(*tiny(parts, *flags, "--max_iters", first))
+        assert steps(good(*tiny(parts, *flags, "--resume")).out) == all_steps[1:]
+        one, two = (checkpoint(folder / "out/last.pt")["model"] for folder in (once, parts))
+        assert all(torch.equal(one[name], two[name]) for name in one) and record(once) == record(parts)
 
 
 def test_resume_takes_everything_from_the_file_but_the_flags_that_are_given(own, monkeypatch):
@@ -107,15 +106,9 @@ def test_a_flag_that_contradicts_the_checkpoint_is_refused_before_anything_is_to
     assert contents(own / "out") == before and sorted(os.listdir(own)) == ["out", "words-0.txt"]
 
 
-@pytest.mark.parametrize("more", [[], ["--size", "notebook"], ["--size", "auto"]])
-def test_the_same_command_line_continues_with_resume_at_its_end(tmp_path, more):
-    flags = tiny(tmp_path, *more, "--seed", 3)
-    assert good(*flags).code == 0
-    assert steps(good(*flags, "--resume").out) == [steps(good(*flags, "--resume").out)[-1]]
-
-
-def test_the_same_command_line_also_continues_a_run_from_another_model(trained, tmp_path):
-    flags = tiny(tmp_path, "--init_from", trained / "out/best.pt")
+@pytest.mark.parametrize("more", ["--size notebook --seed 3", "--size auto", "--init_from {}/out/best.pt"])
+def test_the_same_command_line_continues_with_resume_at_its_end(trained, tmp_path, more):
+    flags = tiny(tmp_path, *more.format(trained).split())
     good(*flags, "--max_iters", 10)
     assert [line[:8] for line in steps(good(*flags, "--resume").out)] == ["step 10:", "step 20:"]
 
@@ -239,7 +232,7 @@ def test_a_truncated_checkpoint_is_one_sentence_naming_it(own, share):
     assert f"{own / 'out/last.pt'} is not a checkpoint of gpt.py" in refusal("--resume", "--out", own / "out")
 
 
-ODD = [None, -1, 0.5, 10**30, "", "ab", [], {}, [3], {"step": "x"}, torch.zeros(2), torch.zeros(0, dtype=torch.uint8)]
+ODD = [None, -1, 0.5, 10**30, "ab", [3], {}, {"step": "x"}, torch.zeros(2)]
 
 
 @pytest.mark.parametrize("key", ["chars", "config", "id", "step", "model", "optimizer", "random", "best", "history",
@@ -268,20 +261,23 @@ def test_tensors_of_another_shape_or_type_are_refused_before_torch_stumbles_over
     tensors = state[part][0] if part == "optimizer" else state[part]
     tensors[name] = change(tensors[name])
     write_checkpoint(path, state)
+    before = contents(own / "out")
     done = call(*NEXT, "--out", own / "out")
-    assert done.code == 2 and "last.pt" in done.err or "the checkpoint" in done.err, done.err
+    assert done.code == 2 and ("last.pt in" in done.err or "the checkpoint does not fit" in done.err), done.err
+    assert contents(own / "out") == before
 
 
 class LongerBlock(gpt.Block):
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.extra = nn.Linear(config.n_embd, config.n_embd)
 
 
 class RenamedModel(gpt.GPTLanguageModel):
     def __init__(self, config, vocab_size):
         super().__init__(config, vocab_size)
-        self.head, self.lm_head = self.lm_head, None
+        self.head = self.lm_head
+        del self.lm_head
 
 
 @pytest.mark.parametrize("name, other, words", [

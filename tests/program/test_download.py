@@ -213,8 +213,8 @@ def test_two_downloads_at_once_leave_one_complete_file(server, sources, target):
         handler.answer(TEXT)
 
     server.answers["/slowly"] = slowly
-    code = (f"import sys, data.download as d; d.INPUT = type(d.INPUT)({str(target)!r}); d.SIZE = {len(TEXT)}; "
-            f"d.SHA256 = {data.download.SHA256!r}; d.SOURCES = {sources('/slowly')!r}; sys.exit(d.main())")
+    code = (f"import sys; import data.download as d; d.INPUT = type(d.INPUT)({str(target)!r}); "
+            f"d.SIZE = {len(TEXT)}; d.SHA256 = {data.download.SHA256!r}; d.SOURCES = {sources('/slowly')}; sys.exit(d.main())")
     for process in [start(command=("-c", code)) for _ in range(2)]:
         done = ended(process)
         assert done.code == 0 and "its sha256 is right" in done.out, done.err

@@ -1,246 +1,228 @@
 """
 The command line and the machine: every setting is a flag, a mistake in one is answered before anything is
-touched, and whatever the machine lacks is found out and said, not crashed into.
+touched, and what the machine lacks is found out and said.
 """
-
+import math
+import os
 import re
+import signal
+import sys
 from dataclasses import fields
 
 import pytest
 import torch
-from helpers import TINY, call, losses, run, steps, tiny
+from helpers import call, checkpoint, good, losses, refusal, run, small_text, steps, tiny, write_small_text
 
 import bigram
 import gpt
-from data.text import UserError
+from data.errors import UserError, explain
+from data.flags import LIMITS, check, make_parser, parse, pick_device
+from data.screen import listed
 
-FIELDS = [(gpt, gpt.Flags, f) for f in fields(gpt.Flags)] + [
-    (bigram, bigram.Config, f) for f in fields(bigram.Config)
-]
+PAIR = [(gpt, gpt.Flags), (bigram, bigram.Config)]
 NOWHERE = ["--data", "/nonexistent/text.txt"]
-
-
-def refusal(*args):
-    """The sentence of a refusal: status 2, nothing on standard output, usage and one line."""
-    done = call(*args)
-    assert done.code == 2 and done.out == ""
-    usage, sentence = done.err.strip().split("\n")
-    assert usage.startswith("usage: python ")
-    return sentence.split("error: ")[1]
+PARSER = make_parser(gpt.Flags, "", gpt.SIZES)
 
 
 # ---- every setting is a flag
 
 
-@pytest.mark.parametrize("module, config, f", FIELDS, ids=lambda value: getattr(value, "name", ""))
-def test_every_field_is_a_flag_in_both_spellings(module, config, f):
-    parser = module.make_parser(config, "", getattr(module, "SIZES", {}))
-    for spelling in {f"--{f.name}", f"--{f.name.replace('_', '-')}"}:
-        if f.type is bool:
-            assert vars(parser.parse_args([spelling])) == {f.name: True}
-            assert vars(parser.parse_args([spelling.replace("--", "--no-", 1)])) == {f.name: False}
-        else:
-            text = f.metadata["limits"].get("among", ["7"])[-1]
-            assert vars(parser.parse_args([spelling, text])) == {f.name: f.type(text)}
+@pytest.mark.parametrize("module, config", PAIR)
+def test_every_field_is_a_flag_in_both_spellings_and_help_shows_one_with_the_question(module, config):
+    parser, shown = make_parser(config, "", {}), " ".join(good("--help", main=module.main).out.split())
+    for f in fields(config):
+        for flag in (f"--{f.name}", f"--{f.name.replace('_', '-')}"):
+            if f.type is bool:
+                assert parse(parser, [flag]) == {f.name: True}
+                assert parse(parser, [flag.replace("--", "--no-")]) == {f.name: False}
+            else:
+                assert parse(parser, [flag, "7"]) == parse(parser, [f"{flag}=7"]) == {f.name: f.type("7")}
+        assert re.search(rf" --{f.name} [A-Z]+ \S[^?]+\?", shown), f.name
+        assert "_" not in f.name or f"--{f.name.replace('_', '-')}" not in shown
 
 
-def test_defaults_are_the_lectures():
+def test_help_is_in_groups_and_shows_the_values_of_the_sizes_or_the_default():
+    shown = good("--help").out
+    for group in ("model", "training", "data", "running", "using a model"):
+        assert f"\n{group}:\n" in shown
+    shown = " ".join(shown.split())
+    assert "--n_embd INT how many channels for each token? (a multiple of n_head) [lecture 384," in shown
+    assert "[lecture 384, notebook 64, laptop 112] --" in shown
+    assert "--seed INT which random numbers? [1337] --" in shown
+    assert "--top_k INT choose among how many of the likeliest? (default: all) --" in shown
+
+
+def test_a_switch_is_understood_as_users_of_other_scripts_type_it():
+    for words in ("--compile", "--compile True", "--compile=true", "--compile=TRUE"):
+        assert parse(PARSER, words.split()) == {"compile": True}
+    for words in ("--no-compile", "--no_compile", "--compile=False", "--compile false"):
+        assert parse(PARSER, words.split()) == {"compile": False}
+
+
+def test_dashes_inside_a_value_stay():
+    words = ["--prompt", "a-b --n-layer", "--out=my-run_2", "--stop", "- no-fused", "--data", "no-fused"]
+    assert parse(PARSER, words) == dict(prompt="a-b --n-layer", out="my-run_2", stop="- no-fused", data="no-fused")
+
+
+def test_the_defaults_are_the_lectures():
     config = gpt.Config()
-    assert (config.n_layer, config.n_head, config.n_embd, config.block_size, config.batch_size) == (
-        6,
-        6,
-        384,
-        256,
-        64,
-    )
-    assert (config.dropout, config.max_iters, config.learning_rate, config.seed) == (0.2, 5000, 3e-4, 1337)
-    assert (config.eval_interval, config.eval_iters) == (500, 200)
+    assert [config.n_layer, config.n_head, config.n_embd, config.block_size] == [6, 6, 384, 256]
+    assert [config.batch_size, config.dropout, config.max_iters, config.seed] == [64, 0.2, 5000, 1337]
+    assert [config.learning_rate, config.eval_interval, config.eval_iters] == [3e-4, 500, 200]
     small = bigram.Config()
-    assert (small.batch_size, small.block_size, small.max_iters, small.learning_rate) == (32, 8, 3000, 1e-2)
+    assert [small.batch_size, small.block_size, small.max_iters, small.learning_rate] == [32, 8, 3000, 1e-2]
 
 
-def test_help_lists_every_flag_in_groups_with_sizes():
-    done = call("--help")
-    assert done.code == 0 and done.err == ""
-    for group in ("model", "training", "data", "running", "sampling"):
-        assert f"\n{group}:\n" in done.out
-    text = " ".join(done.out.split())
-    for f in fields(gpt.Flags):
-        assert f"--{f.name}" in text
-        assert re.sub(r"\s+", " ", f.metadata["help"])[:40] in text
-    assert "[lecture 384, notebook 64, laptop 112]" in text
+@pytest.mark.parametrize("words, sentence", [
+    ("--frobnicate 3", "unrecognized arguments: --frobnicate 3"),
+    ("--n_layers 3", "unrecognized arguments: --n_layers 3"),
+    ("--max_iter 3", "unrecognized arguments: --max_iter 3"),
+    ("--max_iters abc", "argument --max_iters: invalid int value: 'abc'"),
+    ("--max_iters 10.5", "argument --max_iters: invalid int value: '10.5'"),
+    ("--learning_rate fast", "argument --learning_rate: invalid float value: 'fast'"),
+    ("--max_iters", "argument --max_iters: expected one argument"),
+    ("--compile maybe", "argument --compile: invalid truth value: 'maybe'"),
+    ("shakespeare.txt", "unrecognized arguments: shakespeare.txt"),
+    ("--size huge", "--size huge is not one of: auto, lecture, notebook, laptop"),
+    ("--dtype int8", "--dtype int8 is not one of: auto, float32, bfloat16"),
+    ("--n_embd 65 --n_head 4", "n_embd 65 is not a multiple of n_head 4; take n_embd 64"),
+    ("--n_embd 3 --n_head 4", "n_embd 3 is not a multiple of n_head 4; take n_embd 4")])
+def test_a_misspelled_flag_or_an_impossible_value_is_one_sentence(words, sentence):
+    assert refusal(*words.split(), *NOWHERE) == sentence
 
 
-@pytest.mark.parametrize(
-    "args, what",
-    [
-        (["--frobnicate", "3"], "unrecognized arguments: --frobnicate 3"),
-        (["--n_layers", "3"], "unrecognized arguments: --n_layers 3"),
-        (["--max_iter", "3"], "unrecognized arguments: --max_iter 3"),
-        (["--max", "3"], "unrecognized arguments: --max 3"),
-        (["--max_iters", "abc"], "argument --max_iters/--max-iters: invalid int value: 'abc'"),
-        (["--max_iters", "10.5"], "invalid int value: '10.5'"),
-        (["--learning_rate", "fast"], "invalid float value: 'fast'"),
-        (["--max_iters"], "expected one argument"),
-        (["--size", "huge"], "invalid choice: 'huge'"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["shakespeare.txt"], "unrecognized arguments: shakespeare.txt"),
-    ],
-)
-def test_a_misspelled_flag_or_value_gets_argparses_own_answer(args, what):
-    assert what in refusal(*args)
+RANGES = {  # some numbers that a flag refuses, and some that it takes
+    (1, 1001): ([-3, 0, 1001], [1, 1000]),
+    (1, 2**62): ([-3, 0, 2**62, 10**30], [1, 2**62 - 1]),
+    (0, 2**63): ([-1, 2**63], [0, 2**63 - 1]),
+    (0, math.inf): ([-1, math.inf, math.nan], [0, 7]),
+    (0, 1): ([-0.1, 1, math.nan], [0, 0.999]),
+}
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        *[
-            (name, value)
-            for name in (
-                "n_layer",
-                "n_head",
-                "n_embd",
-                "block_size",
-                "batch_size",
-                "eval_interval",
-                "eval_iters",
-                "num_samples",
-                "top_k",
-            )
-            for value in ("0", "-3")
-        ],
-        ("max_iters", "-1"),
-        ("max_new_tokens", "-1"),
-        ("seed", "-1"),
-        ("seed", str(2**63)),
-        ("warmup_iters", "-1"),
-        ("dropout", "1.0"),
-        ("dropout", "-0.1"),
-        ("dropout", "nan"),
-        ("learning_rate", "inf"),
-        ("learning_rate", "nan"),
-        ("learning_rate", "-1"),
-        ("init_std", "nan"),
-        ("weight_decay", "-0.1"),
-        ("grad_clip", "-1"),
-        ("beta2", "1"),
-        ("min_lr", "inf"),
-        ("temperature", "nan"),
-        ("temperature", "-1"),
-        ("temperature", "inf"),
-        ("sample_seed", "-1"),
-    ],
-)
-def test_a_number_out_of_range_is_answered_before_the_text_is_touched(name, value):
-    sentence = refusal(f"--{name}", value, *NOWHERE)
-    assert sentence.startswith(f"--{name} ") and "is out of range; it takes from " in sentence
+@pytest.mark.parametrize("name", [name for name in LIMITS if name != "dtype"])
+def test_a_number_out_of_range_is_answered_before_the_text_is_touched(name):
+    outside, inside = RANGES[LIMITS[name]]
+    for module, config in PAIR:
+        if hasattr(config, name):
+            for number in outside:
+                sentence = refusal(f"--{name}={number}", *NOWHERE, main=module.main)
+                assert re.fullmatch(rf"--{name} \S+ is out of range; it takes from \d to under \w+", sentence)
+            for number in inside:
+                check(config(**{name: number}))
 
 
-@pytest.mark.parametrize(
-    "name, value", [("batch_size", "9" * 20), ("block_size", "9" * 20), ("n_embd", "9" * 20)]
-)
-def test_an_absurdly_large_number_is_one_sentence_too(tmp_path, name, value):
-    done = call(*tiny(tmp_path, f"--{name}", value))
+def test_every_number_among_the_settings_has_a_range():
+    assert {f.name for _, config in PAIR for f in fields(config) if f.type in (int, float)} == {*LIMITS} - {"dtype"}
+
+
+@pytest.mark.parametrize("name", "batch_size block_size n_embd".split())
+def test_an_absurdly_large_number_is_one_sentence_too(tmp_path, name):
+    done = call(*tiny(tmp_path, f"--{name}", "9" * 20))
     assert done.code in (1, 2) and len(done.err.strip().splitlines()) <= 2
 
 
-def test_a_width_that_the_heads_cannot_share_is_answered_before_the_text_is_touched():
-    sentence = refusal("--n_embd", "65", "--n_head", "4", *NOWHERE)
-    assert sentence == "--n_embd 65 is not a multiple of --n_head 4; take --n_embd 64"
-    assert "take --n_embd 4" in refusal("--n_embd", "3", "--n_head", "4", *NOWHERE)
+# ---- tasks
 
 
-# ---- sizes
+@pytest.fixture(scope="module")
+def out(trained):
+    return trained / "out"
+
+
+OF_TRAINING = ("--max_iters=10 --data=x --learning_rate=1 --resume --size=laptop --seed=1 --batch_size=4 --decay "
+               "--dropout=0 --no-fused --dtype=float32 --compile=False --no-taste --init_std=0").split()
+
+
+@pytest.mark.parametrize("task", ["--sample", "--prompt=the", "--score=x.txt", "--attention=the"])
+def test_a_task_beside_a_flag_of_training_is_one_sentence(out, task):
+    name = "sample" if "prompt" in task else task[2:].split("=")[0]
+    for flag in OF_TRAINING:
+        other = re.search(r"^--(?:no-)?(\w+)", flag)[1]
+        sentence = f"--{name} and --{other} are for different tasks; leave one out"
+        assert refusal(flag, task, "--out", out) == sentence
+
+
+def test_two_tasks_at_once_are_one_sentence(out):
+    for two in (["--score=x", "--sample"], ["--attention=a", "--prompt=b"], ["--score=b", "--attention=a"]):
+        assert "are for different tasks; leave one out" in refusal(*two, "--out", out)
+
+
+# ---- sizes and schedules
 
 
 @pytest.mark.parametrize("device, size", [("cuda:0", "lecture"), ("cpu", "laptop"), ("mps", "laptop")])
-def test_the_size_is_the_lectures_on_cuda_and_a_laptops_elsewhere(device, size):
-    flags, why = gpt.pick_size({}, device)
-    assert gpt.settings(flags) == {**gpt.settings(gpt.Config()), **gpt.SIZES[size]}
-    assert why.startswith(f"{size}, since there is ") and all(name in why for name in gpt.SIZES)
+def test_the_size_is_the_lectures_on_cuda_and_a_laptops_elsewhere(device, size, monkeypatch):
+    monkeypatch.setattr(gpt, "pick_device", lambda *args: device)
+    for given in ({}, {"size": "auto"}):
+        task, flags, start, why = gpt.settle(given, 1, 0)
+        assert (task, start, flags.size, flags.device) == ("train", None, size, device)
+        assert gpt.settings(flags) == {**gpt.settings(gpt.Flags()), **gpt.SIZES[size], "size": size}
+        assert why == f"{size}, the default on {device}; or choose: --size lecture, notebook, laptop"
 
 
 def test_a_size_can_be_asked_for_and_a_flag_beside_it_overrides_that_one_value():
-    flags, why = gpt.pick_size({"size": "notebook", "n_layer": 2}, "cuda:0")
-    assert why == "notebook, as asked"
-    assert gpt.settings(flags) == {**gpt.settings(gpt.Config()), **gpt.SIZES["notebook"], "n_layer": 2}
-
-
-def test_all_four_flags_of_shape_leave_the_rest_at_the_lectures_values():
-    shape = dict(n_layer=1, n_head=2, n_embd=8, block_size=4)
-    flags, why = gpt.pick_size(dict(shape), "cpu")
-    assert gpt.settings(flags) == {**gpt.settings(gpt.Config()), **shape} and why.startswith("your own")
-    del shape["n_layer"]
-    assert gpt.pick_size(shape, "cpu")[0].max_iters == gpt.SIZES["laptop"]["max_iters"]
+    _, flags, _, why = gpt.settle({"size": "notebook", "n_layer": 2, "device": "cpu"}, 1, 0)
+    expected = {**gpt.settings(gpt.Flags()), **gpt.SIZES["notebook"], "n_layer": 2, "size": "notebook"}
+    assert gpt.settings(flags) == expected and why == "notebook, as asked"
 
 
 def test_the_number_of_parameters_of_the_sizes_is_as_documented():
-    def millions(size):
-        model = gpt.GPTLanguageModel(gpt.Config(**gpt.SIZES[size]), 65)
-        return round(sum(p.numel() for p in model.parameters()) / 1e6, 2)
+    def count(size):
+        return sum(p.numel() for p in gpt.GPTLanguageModel(gpt.Config(**gpt.SIZES[size]), 65).parameters())
 
-    assert (millions("lecture"), millions("notebook")) == (10.79, 0.21)
+    assert [count(size) for size in ("lecture", "notebook", "laptop")] == [10_788_929, 209_729, 476_961]
 
 
 def test_the_first_lines_say_the_device_the_text_the_model_and_the_size(tmp_path):
-    done = call(*tiny(tmp_path))
-    device, text, model, size = done.out.splitlines()[:4]
-    assert device.startswith("device: cpu (") and device.endswith(f"float32, torch {torch.__version__}")
-    assert text.startswith("text:   ") and "3,000 characters" in text
-    assert model.endswith("parameters: n_layer 2, n_head 2, n_embd 16, block_size 8")
-    assert size.startswith("size:   your own, by the flags")
+    device, text, model, size = good(*tiny(tmp_path)).out.splitlines()[:4]
+    assert re.fullmatch(r"device: cpu \(\d+ threads\), float32, torch \S+", device)
+    assert device.endswith(torch.__version__)
+    vocab_size = len(set(small_text()))
+    assert text == f"text:   {tmp_path}/words-0.txt, 3,000 characters, a vocabulary of {vocab_size}"
+    assert re.fullmatch(r"model:  [\d,]+ parameters: n_layer 2, n_head 2, n_embd 16, block_size 8", model)
+    assert size == "size:   laptop, the default on cpu; or choose: --size lecture, notebook, laptop"
 
 
-# ---- devices
+def test_a_report_names_the_rate_where_there_is_a_schedule_and_only_there(tmp_path):
+    done = good(*tiny(tmp_path, "--decay", "--learning_rate", 1e-3))
+    assert re.findall(r"\(lr (\S+?)[,)]", done.out) == ["5.0e-04", "0.0e+00"]
+    assert [row["learning_rate"] for row in checkpoint(tmp_path / "out/last.pt")["history"]] == [1e-3, 5e-4, 0]
+    assert "(lr " not in good(*tiny(tmp_path)).out
 
 
-def test_a_bogus_device_is_one_sentence_with_the_choices():
-    sentence = refusal("--device", "abc", *NOWHERE)
-    assert sentence == f"--device abc does not work here with torch {torch.__version__}; take one of: cpu"
+# ---- devices and numbers
 
 
-@pytest.mark.parametrize("name", ["cuda", "cuda:0", "cuda:7", "mps"])
-def test_a_device_that_is_not_here_is_one_sentence(name, monkeypatch):
+@pytest.mark.parametrize("name", "abc cuda cuda:0 cuda:7 mps".split())
+@pytest.mark.parametrize("main", [gpt.main, bigram.main])
+def test_a_device_that_is_not_here_is_one_sentence_with_the_choices(name, main, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    sentence = refusal("--device", name, *NOWHERE)
-    assert "does not work here" in sentence and sentence.endswith("take one of: cpu")
+    assert refusal("--device", name, *NOWHERE, main=main) == (
+        f"--device {name} does not work here with torch {torch.__version__}; take one of: cpu")
 
 
-@pytest.mark.parametrize("module", [gpt, bigram])
-def test_auto_takes_the_fastest_device_that_is_here(module, monkeypatch):
+def test_auto_takes_the_fastest_device_that_is_here_and_each_process_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert module.pick_device("auto") == "cpu"
+    assert pick_device("auto") == "cpu"
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert module.pick_device("auto") == module.pick_device("mps") == "mps"
+    assert pick_device("auto") == pick_device("mps") == "mps"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert module.pick_device("auto") == module.pick_device("cuda") == "cuda:0"
-    assert module.pick_device("cuda:1") == "cuda:1" and module.pick_device("cpu") == "cpu"
-    with pytest.raises(UserError, match="take one of: cuda:0, cuda:1, mps, cpu"):
-        module.pick_device("cuda:2")
+    assert pick_device("auto") == pick_device("cuda") == "cuda:0" and pick_device("auto", 1) == "cuda:1"
+    assert [pick_device(name) for name in ("cuda:1", "cpu", "mps")] == ["cuda:1", "cpu", "mps"]
+    with pytest.raises(UserError, match="take one of: cuda:0, cuda:1, mps, cpu$"):
+        pick_device("cuda:2")
 
 
-@pytest.fixture
-def bf16(monkeypatch):
-    def set_to(able):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: able)
-
-    return set_to
-
-
-def test_bfloat16_is_the_default_on_cuda_that_has_it_and_only_there(bf16, capsys):
-    bf16(True)
-    assert gpt.pick_dtype("auto", "cuda:0") is torch.bfloat16
-    assert gpt.pick_dtype("float32", "cuda:0") is None
-    assert gpt.pick_dtype("auto", "cpu") is None and gpt.pick_dtype("auto", "mps") is None
-    assert gpt.pick_dtype("bfloat16", "cpu") is torch.bfloat16
+def test_bfloat16_is_the_default_on_cuda_that_has_it_and_elsewhere_only_if_asked(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert gpt.pick_dtype("auto", "cuda:0") is gpt.pick_dtype("bfloat16", "cpu") is torch.bfloat16
+    assert {gpt.pick_dtype(*words) for words in (("float32", "cuda:0"), ("auto", "cpu"), ("auto", "mps"))} == {None}
     assert capsys.readouterr().err == ""
-
-
-def test_without_bfloat16_the_default_is_float32_with_a_notice_and_asking_is_an_error(bf16, capsys):
-    bf16(False)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert gpt.pick_dtype("auto", "cuda:0") is None
     assert "cuda:0 has no bfloat16, so this runs in float32" in capsys.readouterr().err
     for device in ("cuda:0", "mps"):
@@ -249,11 +231,10 @@ def test_without_bfloat16_the_default_is_float32_with_a_notice_and_asking_is_an_
 
 
 def test_a_run_in_bfloat16_works_on_a_cpu_and_differs_a_little(tmp_path):
-    half = call(*tiny(tmp_path, "--dtype", "bfloat16"))
-    full = call(*tiny(tmp_path))
-    assert half.code == 0 and "bfloat16, torch" in half.out
-    assert len(steps(half.out)) == 3 and steps(half.out) != steps(full.out)
-    assert steps(half.out)[0][:28] == steps(full.out)[0][:28]  # the first digits
+    half, full = good(*tiny(tmp_path, "--dtype", "bfloat16")), good(*tiny(tmp_path))
+    assert "bfloat16, torch" in half.out and steps(half.out) != steps(full.out)
+    one, two = ([losses(line) for line in steps(done.out)] for done in (half, full))
+    assert len(one) == 3 and one == [pytest.approx(row, abs=0.02) for row in two]
 
 
 # ---- torch.compile
@@ -263,129 +244,177 @@ def broken_at_once(model):
     raise RuntimeError("no C compiler\nand a second line")
 
 
-def broken_later(model):
+def broken_at_the_first_step(model):
     def step(*args):
-        raise NotImplementedError("this GPU is too old")
-
-    return step
-
-
-def broken_after_random_numbers(model):
-    def step(*args):
-        model(*args)  # dropout has drawn some by then
+        model(*args)  # dropout has drawn random numbers by then
         torch.rand(100)
-        raise ValueError("at the very end")
-
+        raise NotImplementedError("this GPU is too old")
     return step
 
 
-@pytest.mark.parametrize("broken", [broken_at_once, broken_later, broken_after_random_numbers])
-def test_a_compiler_that_fails_costs_one_line_and_the_run_goes_on(tmp_path, monkeypatch, broken):
-    flags = tiny(tmp_path, "--dropout", "0.2")
-    plain = call(*flags)
+@pytest.mark.parametrize("broken", [broken_at_once, broken_at_the_first_step])
+def test_a_compiler_that_fails_costs_one_line_and_no_digit(tmp_path, monkeypatch, broken):
+    flags = tiny(tmp_path, "--dropout", 0.2)
+    plain = good(*flags)
     monkeypatch.setattr(torch, "compile", broken)
-    done = call(*flags, "--compile")
-    assert done.code == 0 and len(steps(done.out)) == 3 and steps(done.out) == steps(plain.out)
-    lines = [line for line in done.err.splitlines() if "torch.compile does not work here" in line]
-    assert len(lines) == 1 and lines[0].endswith("so this runs without it")
+    done = good(*flags, "--compile")
+    assert len(steps(done.out)) == 3 and steps(done.out) == steps(plain.out)
+    kind = "RuntimeError" if broken is broken_at_once else "NotImplementedError"
+    assert done.err.count(f"torch.compile does not work here ({kind}), so this runs without it\n") == 1
 
 
-def test_a_compiler_that_works_is_used_for_every_step_and_changes_nothing(tmp_path, monkeypatch):
-    flags, shapes = tiny(tmp_path, "--dropout", "0.2"), []
+def test_a_compiler_that_works_is_used_for_every_step_and_changes_no_digit(tmp_path, monkeypatch):
+    shapes = []
 
     def compiled(model):
         def step(idx, targets):
             shapes.append(tuple(idx.shape))
             return model(idx, targets)
-
         return step
 
-    plain = call(*flags)
+    plain = good(*tiny(tmp_path, "--dropout", 0.2))
     monkeypatch.setattr(torch, "compile", compiled)
-    done = call(*flags, "--compile")
+    done = good(*tiny(tmp_path, "--dropout", 0.2, "--compile"))
     assert steps(done.out) == steps(plain.out) and "does not work" not in done.err
     assert shapes == [(4, 8)] * 21  # a trial and twenty steps, of one shape
 
 
-def test_a_cpu_compiles_only_when_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model: pytest.fail("compiled on a CPU"))
-    assert call(*tiny(tmp_path)).code == call(*tiny(tmp_path, "--no-compile")).code == 0
+def test_lack_of_memory_in_the_trial_is_not_the_compilers_fault(tmp_path, monkeypatch):
+    def compiled(model):
+        def step(*args):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return step
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    done = call(*tiny(tmp_path, "--compile"))
+    assert done.code == 1 and "torch.compile does not work" not in done.err
+    assert "gpt.py: out of memory; lower --batch_size first" in done.err
 
 
-def test_cuda_compiles_unless_told_not_to(monkeypatch):
-    flags = gpt.Flags(n_layer=1, n_head=1, n_embd=4, block_size=4, batch_size=2)
-    model, seen = gpt.GPTLanguageModel(flags, 5), []
-    monkeypatch.setattr(torch, "compile", lambda model: seen.append("compiled"))
-    monkeypatch.setattr(gpt, "random_state", lambda: None)
-    monkeypatch.setattr(gpt, "set_random_state", lambda state: None)
-    gpt.make_stepper(model, flags, "cuda:0", None)
-    assert seen == ["compiled"]
-    flags.compile = False
-    assert gpt.make_stepper(model, flags, "cuda:0", None) is model and seen == ["compiled"]
+@pytest.mark.parametrize("asked, device, compiles", [(None, "cpu", False), (True, "cpu", True),
+                                                     (None, "cuda:0", True), (False, "cuda:0", False)])
+def test_cuda_compiles_unless_told_not_to_and_a_cpu_if_told_to(monkeypatch, tmp_path, asked, device, compiles):
+    def accelerated(model, flags, dtype, compiled):
+        raise RuntimeError(f"compiled: {compiled}")
+
+    monkeypatch.setattr(gpt, "Accelerated", accelerated)
+    monkeypatch.setattr(gpt.GPTLanguageModel, "to", lambda self, device: self)
+    given = dict(n_layer=1, n_embd=6, device=device, dtype="float32", compile=asked, out=str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"compiled: {compiles}"):
+        gpt.train_and_sample(gpt.Flags(**given), None, "", given, gpt.Tokenizer("ab"), {}, {"text": ""})
 
 
 @pytest.mark.slow
 def test_the_real_compiler_or_its_absence_changes_no_printed_loss_much(tmp_path):
-    flags = [*tiny(tmp_path), "--dropout", "0"]  # a compiled dropout draws other random numbers
-    plain = run(tmp_path, *flags)
-    done = run(tmp_path, *flags, "--compile", timeout=240)
+    plain, done = good(*tiny(tmp_path)), run(*tiny(tmp_path, "--compile"), within=240)
     assert done.code == 0, done.err
     one, two = ([losses(line) for line in steps(each.out)] for each in (plain, done))
     assert len(one) == 3 and two == [pytest.approx(row, abs=2e-4) for row in one]
 
 
-# ---- memory
+# ---- what a machine lacks
+
+
+MEMORY = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+          RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory"),
+          RuntimeError("CUDA error: out of memory"),
+          RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+          RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
+          RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+          RuntimeError("Storage size calculation overflowed with sizes=[1000000000000, 1000000000]")]
+KERNELS = RuntimeError("CUDA error: no kernel image is available for execution on the device")
+
+
+@pytest.mark.parametrize("error", [*MEMORY, KERNELS], ids=str)
+def test_lack_of_memory_or_kernels_is_one_sentence_and_the_remedy_is_that_of_the_task(
+        tmp_path, out, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(gpt.GPTLanguageModel, "forward", fail)
+    monkeypatch.setattr(bigram.BigramLanguageModel, "forward", fail)
+    kernels = "this build of torch has no kernels for this GPU; install another build, or take --device cpu"
+    for main, args, remedy in [
+            (gpt.main, tiny(tmp_path), "lower --batch_size first, then --block_size or --n_embd"),
+            (gpt.main, ["--sample", "--out", out], "take a smaller model, or --device cpu"),
+            (bigram.main, ["--data", write_small_text(tmp_path)], "lower --batch_size or --block_size")]:
+        done = call(*args, "--device", "cpu", main=main)
+        assert done.code == 1 and "Traceback" not in done.err
+        sentence = done.err.splitlines()[-1].split(": ", 1)[1]
+        assert sentence == kernels if error is KERNELS else sentence.startswith(f"out of memory; {remedy}")
 
 
 def test_real_lack_of_memory_is_one_sentence(tmp_path):
-    done = call(*tiny(tmp_path, "--batch_size", str(10**15)))
+    done = call(*tiny(tmp_path, "--batch_size", 10**15))
     assert done.code == 1
-    sentence = done.err.strip().splitlines()[-1]
-    assert sentence.startswith("gpt.py: out of memory; lower --batch_size first, then --block_size or")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to"),
-        RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
-        ),
-    ],
-)
-def test_memory_that_runs_out_in_the_middle_is_one_sentence_and_the_checkpoint_stays(
-    tmp_path, monkeypatch, error
-):
-    forward, calls = gpt.Run.forward, []
-
-    def fail(self, x, y):
-        calls.append(1)
-        if len(calls) == 15:
-            raise error
-        return forward(self, x, y)
-
-    monkeypatch.setattr(gpt.Run, "forward", fail)
-    done = call(*tiny(tmp_path))
-    assert done.code == 1 and "Traceback" not in done.err
-    assert "out of memory" in done.err and "--size laptop" in done.err
-    assert gpt.read_checkpoint(tmp_path / "out/last.pt")[0]["step"] == 10
+    assert done.err.splitlines()[-1].startswith("gpt.py: out of memory; lower --batch_size first, then ")
 
 
 def test_another_error_of_the_program_is_not_taken_for_lack_of_memory(tmp_path, monkeypatch):
-    def fail(self, x, y):
+    def fail(self, idx, targets):
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(gpt.Run, "forward", fail)
+    monkeypatch.setattr(gpt.Accelerated, "forward", fail)
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         call(*tiny(tmp_path))
+    assert explain(RuntimeError("shape '[2, 3]' is invalid"), "") is None
 
 
-def test_tiny_is_a_real_run():
-    assert TINY[::2] == [
-        "--" + name
-        for name in (
-            "n_layer n_head n_embd block_size batch_size max_iters eval_interval eval_iters max_new_tokens "
-            "device"
-        ).split()
-    ]
+# ---- the environment
+
+
+@pytest.mark.parametrize("leftovers", "WORLD_SIZE=2,RANK=,RANK=5 WORLD_SIZE=2,WORLD_SIZE=0,LOCAL_RANK=1".split(","))
+@pytest.mark.parametrize("main", [gpt.main, bigram.main])
+def test_what_a_launcher_left_in_the_environment_is_one_sentence(leftovers, main, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    pairs = [pair.split("=") for pair in leftovers.split()]
+    for name, value in pairs:
+        monkeypatch.setenv(name, value)
+    assert refusal(*NOWHERE, main=main) == (
+        f"the environment has {leftovers.split()[0]}, but torchrun did not start this process; unset "
+        f"{' and '.join(name for name, _ in pairs)}, or start with torchrun")
+
+
+def test_main_leaves_the_process_as_it_found_it(tmp_path, out):
+    def found():
+        signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        streams = sys.stdin, sys.stdout, sys.stderr
+        return torch.get_rng_state().tolist(), signals, streams, dict(os.environ), torch.is_grad_enabled()
+
+    torch.manual_seed(12345)
+    before = found()
+    for args in (tiny(tmp_path), tiny(tmp_path, "--resume", "--max_iters", 25), ["--sample", "--out", out],
+                 ["--size", "huge"], tiny(tmp_path, "--learning_rate", 1e30, "--max_iters", 50)):
+        call(*args)
+        assert found() == before
+    gpt.load(out / "best.pt", "cpu")
+    assert found() == before
+
+
+@pytest.mark.parametrize("module", ["gpt", "bigram"])
+@pytest.mark.parametrize("said, seen", [({}, "3000"), ({"GOMP_SPINCOUNT": "77"}, "77"),
+                                        ({"OMP_WAIT_POLICY": "active"}, "None")])
+def test_how_long_threads_wait_is_set_before_torch_is_loaded_unless_the_environment_says_it(module, said, seen):
+    code = f"""if True:
+        import os, sys
+        class Watch:
+            def find_spec(self, name, *rest):
+                if name == "torch":
+                    print(os.environ.get("GOMP_SPINCOUNT"))
+        sys.meta_path.insert(0, Watch())
+        import {module}"""
+    assert run(command=["-c", code], env={"GOMP_SPINCOUNT": None, **said}).out == f"{seen}\n"
+
+
+# ---- characters in messages
+
+
+def test_errors_list_twenty_characters_and_a_count_invisible_and_combining_ones_as_escapes(tmp_path, out):
+    assert listed("abc") == "'abc'" and listed("漢" * 20) == f"'{'漢' * 20}'"
+    assert listed("漢字" * 3510) == f"'{'漢字' * 10}' and 7,000 more"
+    assert listed("\u0301\t\u200b\u00a0x\\") == r"'\u0301\t\u200b\xa0x\'"
+    sentence = refusal("--prompt", "the Q\r\u0301\u202e", "--out", out)
+    known = sorted(set(small_text()))
+    assert sentence == (r"the prompt has characters that the model never saw: '\rQ\u0301\u202e'; it knows "
+                        rf"'\n{''.join(known[1:20])}' and {len(known) - 20} more")

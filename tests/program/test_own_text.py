@@ -1,6 +1,6 @@
 """
-A text of one's own: from any editor, in any language, of any length that leaves both splits a context. What is
-not a text is answered in one sentence that says what is wrong, where, and what to do.
+A text of one's own: from any editor, in any language, of any length that leaves both splits a context. What
+is not a text is answered in one sentence that says what is wrong, where, and what to do.
 """
 import math
 import os
@@ -134,7 +134,7 @@ TEXTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_a_long_text_takes_less_than_8_bytes_of_memory_for_each_character(tmp_path, text):
+def test_a_long_text_takes_at_most_8_bytes_of_memory_for_each_character(tmp_path, text):
     path, length = write(tmp_path, text), len(text)
     tracemalloc.start()
     try:
@@ -144,7 +144,7 @@ def test_a_long_text_takes_less_than_8_bytes_of_memory_for_each_character(tmp_pa
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(tokens) > 0.9 * length and peak < 8 * length, peak / length
+    assert len(tokens) > 0.9 * length and peak <= 8 * length, peak / length
 
 
 # ---- too short
