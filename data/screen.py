@@ -95,7 +95,8 @@ class Progress:
         if self.recent_seconds > 2:
             pace, self.recent_steps, self.recent_seconds = self.recent_seconds / self.recent_steps, 0, 0.0
             self.fastest = min(self.fastest, pace)
-            if pace > 3 * self.fastest and device.type == "cpu" and not self.warned:
+            sharing = device.type == "cpu" and torch.get_num_threads() > 1
+            if pace > 3 * self.fastest and sharing and not self.warned:
                 self.warned = True
                 note(f"notice: steps take {pace / self.fastest:.0f} times as long as before, so another "
                      "program may be busy; with OMP_NUM_THREADS=1 in the environment a run shares better")

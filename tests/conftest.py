@@ -1,5 +1,7 @@
 """ What several tests need. The models are tiny, and one thread is faster for them than two that wait. """
 import os
+import shutil
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; processes started here inherit it
 
@@ -35,3 +37,16 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     good(*tiny(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def all_steps(tmp_path_factory):
+    """ what a tiny run with the flags LIVELY prints when nothing disturbs it """
+    from helpers import LIVELY, good, steps, tiny
+    return steps(good(*tiny(tmp_path_factory.mktemp("once"), *LIVELY)).out)
+
+
+@pytest.fixture
+def own(trained, tmp_path):
+    """ a copy of it, to change """
+    return Path(shutil.copytree(trained, tmp_path / "own"))

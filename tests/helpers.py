@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--n_layer 2 --n_head 2 --n_embd 16 --block_size 8 --batch_size 4 --max_iters 20 --eval_interval 10 "
         "--eval_iters 2 --max_new_tokens 20 --device cpu --init_std 0.02 --dropout 0 --no-taste --no-decay "
         "--warmup_iters 0 --learning_rate 3e-4 --weight_decay 0.01 --beta2 0.999 --grad_clip 0").split()
+LIVELY = "--dropout 0.3 --decay --warmup_iters 2".split()  # flags of a tiny run in which every step differs
 WORDS = "the cat sat on a mat and saw that dog run home, so it ate. Why not?\n"
 WIDE = gpt.Config(n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5)  # large weights
 
@@ -84,7 +85,7 @@ def refusal(*args, **more):
 
 
 def at_batch(monkeypatch, number, act):
-    """ act() when a run is given batch `number`; of a tiny run 0-3 measure step 0, 4-13 train, 14-17 measure ... """
+    """ act() while batch `number` is drawn; in a tiny run 0-3 measure, 4-13 train, 14-17 measure, ... """
     get_batch, count = gpt.get_batch, itertools.count()
 
     def watched(*args):
@@ -153,6 +154,11 @@ def losses(line):
 
 def checkpoint(path):
     return torch.load(path, weights_only=True)
+
+
+def contents(folder):
+    """ what the files of a run contain, by name """
+    return {path.name: path.read_bytes() for path in Path(folder).glob("[!.]*.*")}
 
 
 def write_checkpoint(path, state):

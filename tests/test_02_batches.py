@@ -14,12 +14,9 @@ def test_the_first_nine_tenths_are_to_train_and_the_rest_to_validate(shakespeare
     assert tokenizer.decode(data["val"][:20].tolist()) == shakespeare[1_003_854:1_003_874]
 
 
-def test_the_first_chunk_of_nine(data):
-    assert data["train"][:9].tolist() == [18, 47, 56, 57, 58, 1, 15, 47, 58]
-
-
-def test_one_chunk_of_nine_holds_eight_examples(data):
+def test_the_first_chunk_of_nine_contains_eight_examples(data):
     chunk = data["train"][:9]
+    assert chunk.tolist() == [18, 47, 56, 57, 58, 1, 15, 47, 58]
     x, y = chunk[:8], chunk[1:]  # (8,), (8,)
     examples = [(x[:t + 1].tolist(), y[t].item()) for t in range(8)]
     assert examples[0] == ([18], 47)  # this is why writing may start from one character

@@ -81,12 +81,7 @@ def test_without_the_triangle_it_is_an_encoder_and_everything_hears_everything(h
     assert torch.allclose(head(x)[:, order], head(x[:, order]), atol=1e-6)  # permute in, permute out
 
 
-def test_attention_has_no_notion_of_space(head, x):
-    shuffled = torch.cat([x[:, :7].flip(1), x[:, 7:]], dim=1)  # another order of the past
-    assert torch.allclose(head(x)[:, 7], head(shuffled)[:, 7], atol=1e-6)
-
-
-def test_the_model_has_one_through_its_positions_and_without_them_hears_a_bag():
+def test_attention_has_no_notion_of_space_without_position_embeddings_the_past_is_a_bag():
     model = new_model(replace(WIDE, n_layer=1))  # deeper ones can count through the mask
     idx = torch.randint(10, (1, 8))
     other = torch.cat([idx[:, :7].flip(1), idx[:, 7:]], dim=1)

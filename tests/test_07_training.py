@@ -1,5 +1,6 @@
-""" Chapter 7, second part: its training, against two independent loops and the numbers on record. """
+""" Chapter 7, second part: its training, against a plain loop, the published script and the record. """
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,9 +78,8 @@ def test_a_run_of_a_size_reaches_its_highest_rate_however_short_it_is(max_iters)
 # ---- the loop
 
 
-def by_hand(config, data):
-    """ the lecture's loop in plain words: what it reported, and the model """
-    model = new_model(config)
+def by_hand(model, config, data):
+    """ the lecture's loop in plain words, and what it reported """
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2),
                                   weight_decay=config.weight_decay)
 
@@ -95,10 +95,10 @@ def by_hand(config, data):
             with torch.no_grad():
                 means = [sum(model(*batch(split))[1].item() for _ in range(config.eval_iters))
                          / config.eval_iters for split in ("train", "val")]
-            reports.append((step, *means))
             model.train()
+            reports.append((step, *means))
         if step == config.max_iters:
-            return reports, model
+            return reports
         for group in optimizer.param_groups:
             group["lr"] = gpt.learning_rate(step, config)
         loss = model(*batch("train"))[1]
@@ -124,46 +124,30 @@ def by_hand(config, data):
 def test_the_loop_is_the_lectures_and_needs_no_machinery(changes, digits, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = replace(TINY, **changes)
-    expected, trained = by_hand(config, digits)
-    model = new_model(config)
-    history = gpt.train(model.eval(), digits, config, "cpu")
+    theirs = new_model(config)
+    expected = by_hand(theirs, config, digits)
+    ours = new_model(config).eval()
+    history = gpt.train(ours, digits, config, "cpu")
     assert expected == [report_of(row) for row in history]
-    for ours, theirs in zip(model.parameters(), trained.parameters()):
-        assert torch.allclose(ours, theirs, atol=1e-4)
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.allclose(p, q, atol=1e-4)
     assert steps(capsys.readouterr().out) == [
         f"step {row['step']}: train loss {row['train']:.4f}, val loss {row['val']:.4f}" for row in history]
     assert list(tmp_path.iterdir()) == []
 
 
-class Listener:
-    """ a run that remembers what the loop told it """
-
-    def __init__(self, first):
-        self.first, self.calls, self.history = first, [], "the reports"
-
-    def begin(self, optimizer):
-        self.optimizer = optimizer
-        return self.first
-
-    def tick(self):
-        self.calls.append("tick")
-
-    def report(self, step, losses):
-        self.calls.append(f"report {step}")
-
-    def stepped(self, step, loss):
-        assert loss.requires_grad
-        self.calls.append(f"stepped {step}")
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_run_is_told_of_every_batch_report_and_step_and_says_where_to_begin(fused, digits):
-    config, run = replace(TINY, fused=fused), Listener(first=3)
-    assert gpt.train(new_model(config), digits, config, "cpu", run) == "the reports"
-    measured = ["tick"] * 2 * config.eval_iters
-    stepped = [call for step in (3, 4, 5) for call in ("tick", f"stepped {step}")]
-    assert run.calls == [*measured, "report 3", *stepped, *measured, "report 6"]
-    assert run.optimizer.defaults["fused"] is fused  # all weights in one call, or the lecture's loop
+    config, run, modes = replace(TINY, fused=fused), Mock(history="the reports"), []
+    model, run.begin.return_value = new_model(config).eval(), 4
+    run.stepped.side_effect = lambda step, loss: modes.append(model.training)
+    assert gpt.train(model, digits, config, "cpu", run) == "the reports"
+    told = [(name, *[arg for arg in args if isinstance(arg, int)]) for name, args, _ in run.method_calls]
+    tick, measured = ("tick",), [("tick",)] * 2 * config.eval_iters
+    assert told == [("begin",), tick, ("stepped", 4), tick, ("stepped", 5), *measured, ("report", 6)]
+    assert modes == [True, True]  # dropout is on, whatever mode the model came in
+    optimizer = run.begin.call_args.args[0]
+    assert optimizer.defaults["fused"] is fused  # all weights in one call, or the lecture's loop
 
 
 def test_the_model_can_learn_one_batch_by_heart():
@@ -234,28 +218,8 @@ class Published(nn.Module):
 def test_one_seed_gives_the_digits_of_the_published_script_dropout_included(data):
     config = replace(SMALL, max_iters=30, eval_interval=15, eval_iters=10)
     ours = gpt.train(new_model(config, 65), data, config, "cpu")
-
     torch.manual_seed(1337)
-    model, theirs = Published(config, 65), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def batch(split):
-        ix = torch.randint(len(data[split]) - 32, (16,))
-        return (torch.stack([data[split][i:i + 32] for i in ix]).long(),
-                torch.stack([data[split][i + 1:i + 33] for i in ix]).long())
-
-    for step in range(31):
-        if step % 15 == 0:
-            model.eval()
-            with torch.no_grad():
-                theirs.append((step, *(torch.stack([model(*batch(split))[1] for _ in range(10)]).mean().item()
-                                       for split in ("train", "val"))))
-            model.train()
-        loss = model(*batch("train"))[1]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert theirs == [report_of(row) for row in ours]
+    assert by_hand(Published(config, 65), config, data) == [report_of(row) for row in ours]
 
 
 @pytest.mark.slow

@@ -34,8 +34,8 @@ def predicted(model, temperature=1.0):
 # ---- writing
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_it_draws_exactly_the_lectures_numbers(model, rows):
+@pytest.mark.parametrize("rows, count", [(1, 30), (3, 30), (1, 0)])
+def test_it_draws_exactly_the_lectures_numbers(model, rows, count):
     def lectures(idx, max_new_tokens):
         for _ in range(max_new_tokens):
             logits, _ = model(idx[:, -8:])               # (B, T, C)
@@ -44,10 +44,10 @@ def test_it_draws_exactly_the_lectures_numbers(model, rows):
         return idx
 
     idx = torch.randint(10, (rows, 5))
-    ours = seeded(model.generate, idx, 30)
+    ours = seeded(model.generate, idx, count)
     model.eval()
-    assert ours.shape == (rows, 35) and torch.equal(ours[:, :5], idx)  # the prompt comes first, complete
-    assert torch.equal(ours, seeded(lectures, idx, 30))
+    assert ours.shape == (rows, 5 + count) and torch.equal(ours[:, :5], idx)  # the prompt comes first
+    assert torch.equal(ours, seeded(lectures, idx, count))
 
 
 @pytest.mark.parametrize("settings", [dict(), dict(temperature=0.7, top_k=3)])
@@ -68,10 +68,6 @@ def test_only_the_last_block_size_tokens_are_looked_at(model):
     assert torch.equal(written, seeded(model.generate, long[:, -8:], 5)[:, 8:])
     with pytest.raises(IndexError):
         model(long[:, :9])  # a ninth position has no embedding
-
-
-def test_the_same_prompt_continues_differently_since_tokens_are_drawn(model):
-    assert len({tuple(model.generate(START, 10)[0].tolist()) for _ in range(5)}) > 1
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -122,21 +118,14 @@ def test_the_mode_is_as_before_after_an_interrupt_too(model, training):
     assert model.training is training and model.blocks[0].training is training
 
 
-@pytest.mark.parametrize("idx", [torch.tensor([[10]]), torch.tensor([[-1]]), START[:, :0], START[:0]])
-def test_a_token_outside_the_vocabulary_and_none_at_all_are_refused_before_the_model_sees_them(model, idx):
-    with pytest.raises(ValueError, match=r"0\.\.9"):
-        model.generate(idx, 1)
-
-
-@pytest.mark.parametrize("settings", [dict(temperature=-1), dict(temperature=math.nan), dict(top_k=0),
-                                      dict(temperature=math.inf)])
-def test_settings_that_make_no_sense_are_refused(model, settings):
-    with pytest.raises(ValueError, match="temperature|top_k"):
-        model.generate(START, 1, **settings)
-
-
-def test_nothing_to_write_gives_the_prompt_back(model):
-    assert torch.equal(model.generate(START, 0), START)
+@pytest.mark.parametrize("idx, settings, what", [
+    (START + 10, {}, r"0\.\.9"), (START - 1, {}, r"0\.\.9"), (START[:, :0], {}, r"0\.\.9"),
+    (START, dict(temperature=-1), "temperature"), (START, dict(temperature=math.nan), "temperature"),
+    (START, dict(temperature=math.inf), "temperature"), (START, dict(top_k=0), "top_k 0"),
+])
+def test_no_token_one_outside_the_vocabulary_and_senseless_settings_are_refused(model, idx, settings, what):
+    with pytest.raises(ValueError, match=what):
+        model.generate(idx, 1, **settings)
 
 
 def test_heads_at_once_and_in_a_loop_write_the_same(model):

@@ -1,6 +1,6 @@
 """
-What is in a checkpoint, how a run continues from it to the digit, which flags count then, and what a file that
-cannot be used is answered with.
+What is in a checkpoint, how a run continues from it to the digit, which flags count then, and what gpt.py
+says of a file that it cannot use.
 """
 import csv
 import json
@@ -14,19 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn as nn
-from helpers import (
-    call,
-    checkpoint,
-    good,
-    losses,
-    new_model,
-    refusal,
-    small_text,
-    steps,
-    tiny,
-    write_checkpoint,
-    write_small_text,
-)
+from helpers import at_batch, call, checkpoint, contents, good, new_model, refusal, small_text, steps, tiny
+from helpers import write_checkpoint as write
 
 import gpt
 from data.flags import UserError
@@ -34,20 +23,10 @@ from data.flags import UserError
 NEXT = "--resume --max_iters 30 --device cpu --max_new_tokens 2 --no-taste".split()
 
 
-def record(folder):
-    """ loss.csv without the seconds """
+def record(folder, without=None):
+    """ the rows of loss.csv, without one of the columns """
     with open(folder / "out/loss.csv", encoding="utf-8", newline="") as file:
-        return [{name: row[name] for name in row if name != "seconds"} for row in csv.DictReader(file)]
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-
-
-@pytest.fixture
-def own(trained, tmp_path):
-    """ the folder of a finished run, to change """
-    return Path(shutil.copytree(trained, tmp_path / "own"))
+        return [{name: row[name] for name in row if name != without} for row in csv.DictReader(file)]
 
 
 # ---- to continue
@@ -65,34 +44,25 @@ def test_some_steps_and_the_rest_later_are_all_steps_at_once_to_the_digit(tmp_pa
         good(*tiny(parts, *flags, "--max_iters", first))
         assert steps(good(*tiny(parts, *flags, "--resume")).out) == all_steps[1:]
         one, two = (checkpoint(folder / "out/last.pt")["model"] for folder in (once, parts))
-        assert all(torch.equal(one[name], two[name]) for name in one) and record(once) == record(parts)
+        assert all(torch.equal(one[name], two[name]) for name in one)
+        assert record(once, without="seconds") == record(parts, without="seconds")
 
 
 def test_resume_takes_everything_from_the_file_but_the_flags_that_are_given(own, monkeypatch):
-    settings = {}
-    begin = gpt.Run.begin
+    used, stepped = {}, gpt.Run.stepped
 
-    def watched(run, optimizer):
-        step = begin(run, optimizer)
-        settings.update(optimizer.param_groups[0], dropout=run.model.blocks[0].ffwd.net[3].p)
-        return step
+    def watched(run, step, loss):
+        used.update(run.optimizer.param_groups[0], dropout=run.model.blocks[0].ffwd.net[3].p)
+        stepped(run, step, loss)
 
-    monkeypatch.setattr(gpt.Run, "begin", watched)
-    done = good(*NEXT, "--out", own / "out", "--weight_decay", 0.3, "--beta2", 0.9, "--learning_rate", 0.5,
-                "--dropout", 0.25)
-    assert (settings["weight_decay"], settings["betas"], settings["dropout"]) == (0.3, (0.9, 0.9), 0.25)
+    monkeypatch.setattr(gpt.Run, "stepped", watched)
+    given = "--weight_decay 0.3 --beta2 0.9 --learning_rate 0.5 --dropout 0.25".split()
+    done = good(*NEXT, "--out", own / "out", *given)
+    assert [used[name] for name in ("weight_decay", "betas", "lr", "dropout")] == [0.3, (0.9, 0.9), 0.5, 0.25]
     saved = checkpoint(own / "out/last.pt")
     assert steps(done.out)[-1].startswith("step 30: ") and saved["config"]["eval_iters"] == 2
-    assert [saved["config"][name] for name in ("weight_decay", "beta2", "dropout")] == [0.3, 0.9, 0.25]
+    assert [str(saved["config"][flag[2:]]) for flag in given[::2]] == given[1::2]
     assert [row["learning_rate"] for row in saved["history"]] == [3e-4, 3e-4, 0.5, 0.5]
-
-
-@pytest.mark.parametrize("name, value, really", [
-    ("weight_decay", 50.0, 0.01), ("beta2", 0.0, 0.999), ("learning_rate", 0.01, 3e-4), ("dropout", 0.9, 0.0)])
-def test_a_setting_given_to_resume_changes_the_numbers(trained, own, name, value, really):
-    told, silent = (good(*NEXT, "--out", shutil.copytree(own / "out", own / folder), f"--{name}", number)
-                    for folder, number in (("told", value), ("silent", really)))
-    assert steps(told.out)[0] == steps(silent.out)[0] and steps(told.out)[1] != steps(silent.out)[1]
 
 
 @pytest.mark.parametrize("name, value", [
@@ -111,24 +81,14 @@ def test_the_same_command_line_continues_with_resume_at_its_end(trained, tmp_pat
     flags = tiny(tmp_path, *more.format(trained).split())
     good(*flags, "--max_iters", 10)
     assert [line[:8] for line in steps(good(*flags, "--resume").out)] == ["step 10:", "step 20:"]
+    good("--sample", "--out", tmp_path / "out", *"--n_layer 2 --block_size 8 --max_new_tokens 2".split())
 
 
-def test_a_shape_that_agrees_is_no_contradiction(trained):
-    good("--sample", "--out", trained / "out", "--n_layer", 2, "--block_size", 8, "--max_new_tokens", 2)
-
-
-def test_resume_without_a_checkpoint_names_the_file_and_makes_nothing(tmp_path):
-    sentence = refusal("--resume", "--out", tmp_path / "none")
-    assert f"there is no {tmp_path / 'none/last.pt'}; train first" in sentence
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_resume_from_a_step_beyond_the_end_is_refused(trained):
-    sentence = refusal("--resume", "--out", trained / "out", "--max_iters", 10)
+def test_resume_without_something_to_continue_says_why_and_makes_nothing(own):
+    sentence = refusal("--resume", "--out", own / "out", "--max_iters", 10)
     assert "is at step 20; take a larger --max_iters" in sentence
-
-
-def test_best_is_no_run_to_continue(own):
+    sentence = refusal("--resume", "--out", own / "none")
+    assert f"there is no {own / 'none/last.pt'}; train first" in sentence and not (own / "none").exists()
     (own / "out/best.pt").replace(own / "out/last.pt")
     assert "is a model, not a run to continue" in refusal("--resume", "--out", own / "out")
 
@@ -149,22 +109,16 @@ def test_resume_takes_the_same_text_from_another_place(own):
 
 def test_the_printed_commands_are_quoted_and_work_from_the_folder_they_are_printed_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flags = tiny(tmp_path, "--out", "My Drive/it's", "--dtype", "bfloat16", "--no-compile")
-    write = re.search("^write:  (.+)$", good(*flags).out, re.MULTILINE)[1]
-    monkeypatch.setattr(gpt, "estimate_loss", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
-        notes = []
-        patch.setattr(gpt, "note", notes.append)
-        gpt.main([*flags, "--resume"])
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    python, script, *args = shlex.split(write)
-    assert (python, Path(script)) == ("python", Path(gpt.__file__)) and good(*args).out
-    python, script, *args = shlex.split(notes[-1].partition("to continue: ")[2])
-    assert args == "--resume --out".split() + ["My Drive/it's"] + "--device cpu --dtype bfloat16".split() + [
-        "--compile=False"]
+    with monkeypatch.context() as patch:
+        at_batch(patch, 9, lambda: bytearray(2**62))  # a MemoryError
+        stopped = call(*tiny(tmp_path, "--out", "My Drive/it's", *"--dtype bfloat16 --no-compile".split()))
+    python, script, *args = shlex.split(re.search("; to continue: (.+)", stopped.err)[1])
+    assert (python, Path(script)) == ("python", Path(gpt.__file__)) and args[:2] == ["--resume", "--out"]
+    assert args[2:] == ["My Drive/it's", *"--device cpu --dtype bfloat16 --compile=False".split()]
     done = good(*args)
-    assert len(steps(done.out)) == 1 and "bfloat16" in done.out and Path(script) == Path(gpt.__file__)
+    assert len(steps(done.out)) == 2 and "bfloat16" in done.out
+    python, script, *args = shlex.split(re.search("^write:  (.+)", done.out, re.MULTILINE)[1])
+    assert args == ["--sample", "--out", "My Drive/it's", "--device", "cpu"] and good(*args).out
     monkeypatch.chdir(Path(gpt.__file__).parent)
     assert gpt.command({}, "--sample") == "python gpt.py --sample"
 
@@ -175,8 +129,8 @@ def test_the_printed_commands_are_quoted_and_work_from_the_folder_they_are_print
 def test_fine_tuning_starts_from_the_weights_and_keeps_the_vocabulary(trained, tmp_path):
     text = tmp_path / "cats.txt"
     text.write_text("the cat sat on a mat " * 50, encoding="utf-8")
-    done = good("--init_from", trained / "out/best.pt", "--data", text, "--out", tmp_path / "new", "--max_iters", 0,
-                "--eval_iters", 2, "--max_new_tokens", 2, "--device", "cpu")
+    done = good("--init_from", trained / "out/best.pt", "--data", text, "--out", tmp_path / "new",
+                *"--max_iters 0 --eval_iters 2 --max_new_tokens 2 --device cpu".split())
     before, after = checkpoint(trained / "out/best.pt"), checkpoint(tmp_path / "new/best.pt")
     assert after["chars"] == before["chars"] and len(after["chars"]) > len(set("the cat sat on a mat"))
     assert all(torch.equal(after["model"][name], before["model"][name]) for name in before["model"])
@@ -204,7 +158,7 @@ class Evil:
 
 
 FOREIGN = {
-    "an evil pickle":     lambda path: path.write_bytes(pickle.dumps(Evil(path.parent / "touched"), protocol=2)),
+    "an evil pickle":     lambda path: path.write_bytes(pickle.dumps(Evil(path.parent / "touched"), 2)),
     "an evil torch file": lambda path: torch.save({"model": Evil(path.parent / "touched")}, path),
     "an empty file":      lambda path: path.write_bytes(b""),
     "json":               lambda path: path.write_text(json.dumps({"model": 1}), encoding="utf-8"),
@@ -220,7 +174,7 @@ FOREIGN = {
 def test_a_foreign_file_is_one_sentence_and_runs_nothing(tmp_path, kind):
     best, last = tmp_path / "best.pt", tmp_path / "last.pt"
     FOREIGN[kind](best), FOREIGN[kind](last)
-    for path, flags in ((best, ["--sample"]), (last, ["--resume"]), (best, tiny(tmp_path, "--init_from", best))):
+    for path, flags in ((best, ["--sample"]), (last, ["--resume"]), (best, ["--init_from", best])):
         assert f"{path} is not a checkpoint of gpt.py, or it is damaged" in refusal(*flags, "--out", tmp_path)
     assert not (tmp_path / "touched").exists()
 
@@ -235,8 +189,8 @@ def test_a_truncated_checkpoint_is_one_sentence_naming_it(own, share):
 ODD = [None, -1, 0.5, 10**30, "ab", [3], {}, {"step": "x"}, torch.zeros(2)]
 
 
-@pytest.mark.parametrize("key", ["chars", "config", "id", "step", "model", "optimizer", "random", "best", "history",
-                                 "curve", "seconds", "text", "sha256", "checksum"])
+@pytest.mark.parametrize("key", "chars config id step model optimizer random best history curve seconds text "
+                                "sha256 checksum".split())
 def test_a_checkpoint_that_was_edited_by_hand_is_one_sentence(own, key):
     path, state = own / "out/last.pt", checkpoint(own / "out/last.pt")
     variants = [{name: state[name] for name in state if name != key}] + [{**state, key: odd} for odd in ODD]
@@ -246,7 +200,7 @@ def test_a_checkpoint_that_was_edited_by_hand_is_one_sentence(own, key):
         variants += [{**state, key: {name: state[key][name] for name in state[key] if name != inner}}]
     for variant in variants:
         torch.save(variant, path)
-        assert f"{path} is not a checkpoint of gpt.py, or it is damaged" in refusal(*NEXT, "--out", own / "out")
+        assert f"{path} is not a checkpoint of gpt.py, or it" in refusal(*NEXT, "--out", own / "out")
 
 
 def half(tensor):
@@ -254,16 +208,16 @@ def half(tensor):
 
 
 @pytest.mark.parametrize("part, name, change", [
-    ("optimizer", "exp_avg", half), ("optimizer", "exp_avg_sq", half), ("optimizer", "exp_avg", torch.flatten),
-    ("model", "lm_head.weight", half), ("random", "cpu", half), ("random", "cpu", torch.Tensor.float)])
-def test_tensors_of_another_shape_or_type_are_refused_before_torch_stumbles_over_them(own, part, name, change):
+    ("optimizer", "exp_avg", half), ("optimizer", "exp_avg_sq", half), ("model", "lm_head.weight", half),
+    ("optimizer", "exp_avg", torch.flatten), ("random", "cpu", half), ("random", "cpu", torch.Tensor.float)])
+def test_tensors_of_another_shape_or_type_are_refused_before_torch_uses_them(own, part, name, change):
     path, state = own / "out/last.pt", checkpoint(own / "out/last.pt")
     tensors = state[part][0] if part == "optimizer" else state[part]
     tensors[name] = change(tensors[name])
-    write_checkpoint(path, state)
+    write(path, state)
     before = contents(own / "out")
     done = call(*NEXT, "--out", own / "out")
-    assert done.code == 2 and ("last.pt in" in done.err or "the checkpoint does not fit" in done.err), done.err
+    assert done.code == 2 and "Traceback" not in done.err and steps(done.out) == []
     assert contents(own / "out") == before
 
 
@@ -289,8 +243,8 @@ def test_who_changes_the_model_reads_what_differs_in_the_words_of_torch(own, mon
         gpt.load(own / "out/best.pt")
     for flags in (["--sample", "--out", own / "out"], [*NEXT, "--out", own / "out"]):
         done = call(*flags)
-        assert done.code == 2 and re.search(words, done.err) and "does not fit the model that gpt.py" in done.err
-        assert "damaged" not in done.err and "Traceback" not in done.err
+        assert done.code == 2 and re.search(words, done.err)
+        assert "does not fit the model that gpt.py makes now" in done.err and "damaged" not in done.err
 
 
 # ---- what is in them
@@ -339,8 +293,7 @@ def test_load_gives_a_model_that_is_ready_to_generate_and_leaves_the_callers_ran
 
 
 def test_the_record_has_a_row_for_each_report(trained):
-    with open(trained / "out/loss.csv", encoding="utf-8", newline="") as file:
-        table = list(csv.DictReader(file))
+    table = record(trained)
     assert list(table[0]) == ["step", "train", "val", "learning_rate", "tokens", "seconds"]
     assert [int(row["step"]) for row in table] == [0, 10, 20]
     assert [int(row["tokens"]) for row in table] == [0, 10 * 4 * 8, 20 * 4 * 8]
@@ -360,31 +313,27 @@ def measure(monkeypatch, *vals):
     monkeypatch.setattr(gpt, "estimate_loss", lambda *args: next(measured))
 
 
-def test_best_is_the_lowest_validation_loss_whatever_the_training_loss(tmp_path, monkeypatch):
-    measure(monkeypatch, 3.0, 1.5, 2.5)
+def test_best_is_the_first_lowest_validation_loss_and_a_resumed_run_remembers_it(tmp_path, monkeypatch):
+    measure(monkeypatch, 3.0, 1.5, 2.5, 1.5, 1.7)  # the training loss falls all the time
     done = good(*tiny(tmp_path))
-    assert checkpoint(tmp_path / "out/best.pt")["step"] == 10
     assert checkpoint(tmp_path / "out/last.pt")["step"] == 20
     assert "best:   val loss 1.5000 at step 10; over the whole validation text" in done.out
-
-
-def test_a_later_equal_loss_is_not_better_and_a_resumed_run_remembers_the_best(tmp_path, monkeypatch):
-    measure(monkeypatch, 2.0, 1.5, 1.5, 1.5, 1.7)
-    good(*tiny(tmp_path))
-    assert good(*NEXT, "--out", tmp_path / "out").err.count("notice") == 0
+    done = good(*NEXT, "--out", tmp_path / "out")
+    assert "notice" not in done.err and "best:   val loss 1.5000 at step 10; " in done.out
     assert checkpoint(tmp_path / "out/best.pt")["step"] == 10
 
 
 def test_resume_beside_a_missing_or_a_foreign_best_says_so_and_makes_a_new_one(own, tmp_path):
     state = checkpoint(own / "out/best.pt")
-    foreign = [None, {**state, "id": "of another"}, {**state, "step": 0}]  # the last: an older one of the same run
+    foreign = [None, {**state, "id": "of another"}, {**state, "step": 0}]  # 0: an older one of the same run
     for number, other in enumerate(foreign):
         out = Path(shutil.copytree(own / "out", tmp_path / f"out-{number}"))
         (out / "best.pt").unlink()
         if other:
-            write_checkpoint(out / "best.pt", other)
+            write(out / "best.pt", other)
         done = good(*NEXT, "--out", out)
-        assert f"notice: best.pt in {out} is not this run's best model; the next report makes a new one" in done.err
+        notice = f"notice: best.pt in {out} is not this run's best model; the next report makes a new one"
+        assert done.err.count(notice) == 1
         best, last = checkpoint(out / "best.pt"), checkpoint(out / "last.pt")
         assert best["id"] == last["id"] and best["step"] == last["best"]["step"] >= 20
         assert f"at step {best['step']}; over the whole validation text" in done.out
@@ -400,7 +349,7 @@ def test_measuring_again_with_other_eval_iters_leaves_record_files_and_closing_l
     row = next(row for row in record(tmp_path) if int(row["step"]) == best["step"])
     assert last["best"]["step"] == best["step"] == 20 and last["best"]["val"] == float(row["val"]) == then
     assert f"best:   val loss {then:.4f} at step 20; " in done.out
-    assert [losses(line)[1] for line in steps(done.out)] == [then, 2.9]
+    assert steps(done.out)[0].endswith(f"val loss {then:.4f}")
 
 
 # ---- runs that meet
@@ -414,7 +363,7 @@ def test_a_second_run_moves_the_first_aside_and_says_where(tmp_path):
         if number:
             aside = tmp_path / "out" / f"old-{number}"
             assert f"the earlier run in {tmp_path / 'out'} is now in {aside}" in done.err
-            assert {**contents(aside), ".lock": b""} == first[number - 1]
+            assert contents(aside) == first[number - 1]
     assert {"best.pt", "last.pt", "loss.csv"} <= set(first[0]) and first[0]["best.pt"] != first[1]["best.pt"]
 
 
@@ -423,11 +372,11 @@ def test_two_runs_at_once_in_a_folder_are_one_too_many_and_nothing_is_touched(ow
     with gpt.claimed(own / "out"):
         for flags in (tiny(own), [*NEXT, "--out", own / "out"]):
             assert f"another run is writing to {own / 'out'}" in refusal(*flags)
-        assert {**contents(own / "out"), ".lock": b""} == {**before, ".lock": b""}
+        assert contents(own / "out") == before
     good(*tiny(own))
 
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
-    write_small_text(tmp_path).rename(tmp_path / "file")
+    (tmp_path / "file").touch()
     sentence = refusal(*tiny(tmp_path), "--out", tmp_path / "file/out")
     assert f"cannot write to --out {tmp_path / 'file/out'}: " in sentence

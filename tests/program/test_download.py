@@ -25,7 +25,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked.append(self.path)
         try:
-            self.server.answers[self.path](self)
+            ANSWERS[self.path.removeprefix("http://shakespeare.invalid")](self)
         except OSError:  # the other side left
             self.close_connection = True
 
@@ -36,22 +36,61 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def hang(self):
+        self.server.closing.wait(5)
+
+    def endless(self):
+        self.answer(b"", length=10**9)
+        for _ in range(300):
+            self.wfile.write(TEXT)
+        self.server.asked.append("60 MB were read")
+
+    def together(self):
+        self.server.both.wait(30)  # both have begun before either gets a byte
+        self.answer(TEXT)
+
     def log_message(self, *args):
         pass
 
 
+FAILURES = [  # what a source answers, and what is said of it
+    ("/gone",    lambda handler: handler.answer(PAGE, 404), "404"),
+    ("/page",    lambda handler: handler.answer(PAGE), f"not the text: {len(PAGE)} bytes where 200,000 we"),
+    ("/cut",     lambda handler: handler.answer(TEXT[:100_000], length=len(TEXT)), "100,?000"),
+    ("/other",   lambda handler: handler.answer(TEXT[:-1] + b"!"), "the right length, but another sha256"),
+    ("/circle",  lambda handler: handler.answer(b"", 302, Location="/circle"), "redirects"),
+    ("/closes",  lambda handler: handler.connection.close(), "[Cc]losed|aborted|reset"),
+    ("/silent",  Handler.hang, "timed out"),
+    ("/hangs",   lambda handler: (handler.answer(TEXT[:10], length=len(TEXT)), handler.hang()), "timed out"),
+    ("/endless", Handler.endless, "not the text: more than its 200,000 bytes"),
+    ("http://127.0.0.1:9/closed", None, "refused"),
+    ("http://nowhere.invalid/x", None, "resolve"),
+]
+ANSWERS = {
+    "/right":    lambda handler: handler.answer(TEXT),
+    "/moved":    lambda handler: handler.answer(b"", 302, Location="/right"),
+    "/together": Handler.together,
+    **{source: answer for source, answer, _ in FAILURES},
+}
+
+
 @pytest.fixture
-def server(monkeypatch):
-    """ a server of TEXT at /right, which is the text that a download looks for; more answers can be added """
-    for name in "http_proxy https_proxy all_proxy".split():
+def server(tmp_path, monkeypatch):
+    """ a server whose TEXT is the right one; server.name(...) makes its paths, or others, the sources """
+    for name in "http_proxy https_proxy all_proxy HTTP_PROXY HTTPS_PROXY ALL_PROXY".split():
         monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads, server.address = True, f"http://127.0.0.1:{server.server_port}"
+    server.asked, server.closing, server.both = [], threading.Event(), threading.Barrier(2)
+
+    def name(*urls):
+        urls = [server.address + url if url.startswith("/") else url for url in urls]
+        monkeypatch.setattr(data.download, "SOURCES", urls)
+        return urls
+
+    server.name = name
     monkeypatch.setattr(data.download, "SIZE", len(TEXT))
     monkeypatch.setattr(data.download, "SHA256", hashlib.sha256(TEXT).hexdigest())
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.asked, server.answers, server.closing = [], dict(ANSWERS), threading.Event()
-    server.address = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield server
     server.closing.set()
@@ -63,126 +102,53 @@ def server(monkeypatch):
 def target(tmp_path, monkeypatch):
     """ where the text is to be, in a folder that is empty """
     (tmp_path / "project").mkdir()
-    monkeypatch.setattr(data.download, "INPUT", tmp_path / "project/input.txt")
-    monkeypatch.setattr(data.text, "INPUT", tmp_path / "project/input.txt")
+    for module in (data.download, data.text):
+        monkeypatch.setattr(module, "INPUT", tmp_path / "project/input.txt")
     return tmp_path / "project/input.txt"
-
-
-@pytest.fixture
-def sources(server, monkeypatch):
-    """ names the sources of the download: paths of the server, or addresses """
-    def name(*urls):
-        urls = [server.address + url if url.startswith("/") else url for url in urls]
-        monkeypatch.setattr(data.download, "SOURCES", urls)
-        return urls
-    return name
 
 
 def files(target):
     return [path.name for path in target.parent.iterdir()]
 
 
-def silent(handler):
-    handler.server.closing.wait(5)
-
-
-def hanging(handler):
-    handler.answer(TEXT[:10], length=len(TEXT))
-    handler.server.closing.wait(5)
-
-
-def endless(handler):
-    handler.answer(b"", length=10**9)
-    for _ in range(300):
-        handler.wfile.write(TEXT)
-    handler.server.asked.append("60 MB were read")
-
-
-ANSWERS = {
-    "/right":   lambda handler: handler.answer(TEXT),
-    "/gone":    lambda handler: handler.answer(PAGE, 404),
-    "/down":    lambda handler: handler.answer(b"busy", 503),
-    "/page":    lambda handler: handler.answer(PAGE, **{"Content-Type": "text/html"}),
-    "/cut":     lambda handler: handler.answer(TEXT[:100_000], length=len(TEXT)),
-    "/other":   lambda handler: handler.answer(TEXT[:-1] + b"!"),
-    "/circle":  lambda handler: handler.answer(b"", 302, Location="/circle"),
-    "/moved":   lambda handler: handler.answer(b"", 302, Location="/right"),
-    "/closes":  lambda handler: handler.connection.close(),
-    "/silent":  silent,
-    "/hanging": hanging,
-    "/endless": endless,
-}
-FAILURES = [  # what a source does, and what is said of it
-    ("/gone", "404"),
-    ("/down", "503"),
-    ("/page", f"not the text: {len(PAGE)} bytes where 200,000 were expected"),
-    ("/cut", "100,?000"),
-    ("/other", "not the text: the right length, but another sha256"),
-    ("/circle", "redirects"),
-    ("/closes", "[Cc]losed|aborted|reset"),
-    ("/silent", "timed out"),
-    ("/hanging", "timed out"),
-    ("/endless", "not the text: more than its 200,000 bytes"),
-    ("http://127.0.0.1:9/closed", "refused"),
-    ("http://nowhere.invalid/x", "resolve"),
-]
-
-
-@pytest.mark.parametrize("source, reason", FAILURES)
+@pytest.mark.parametrize("source, answer, reason", FAILURES)
 def test_what_is_not_the_text_is_never_saved_and_the_next_source_serves(
-        server, sources, target, monkeypatch, source, reason):
+        server, target, monkeypatch, source, answer, reason):
     monkeypatch.setattr(data.download, "TIMEOUT", (5, 0.5))
-    [url] = sources(source)
+    [url] = server.name(source)
     with pytest.raises(ConnectionError, match=rf"could not be fetched:\n  {url}: .*({reason})[^\n]*$"):
         data.download.download()
     assert files(target) == [] and "60 MB were read" not in server.asked
-    sources(source, "/right")
+    server.name(source, "/right")
     name, text = find_text()
     assert (name, text.encode(), target.read_bytes()) == ("input.txt", TEXT, TEXT)
 
 
-def test_the_right_text_is_placed_and_nothing_beside_it_and_standard_output_is_left_alone(
-        server, sources, target, capsys):
-    [url] = sources("/moved")
-    assert find_text() == ("input.txt", TEXT.decode())  # a redirection is followed
+def test_the_text_is_placed_once_with_nothing_beside_it_or_on_standard_output(server, target, capsys):
+    [url] = server.name("/moved")
+    assert find_text() == find_text() == ("input.txt", TEXT.decode())  # a redirection is followed
     assert server.asked == ["/moved", "/right"]
     assert target.read_bytes() == TEXT and files(target) == ["input.txt"]
     assert capsys.readouterr() == ("", f"downloading {url}\n")
-    assert find_text() == ("input.txt", TEXT.decode()) and len(server.asked) == 2  # only once
-
-
-def test_when_all_fail_each_source_is_listed_in_its_order(sources, target):
-    urls = sources(*(source for source, _ in FAILURES[:5]))
-    with pytest.raises(ConnectionError) as failure:
-        data.download.download()
-    lines = str(failure.value).splitlines()
-    assert [line.split(": ")[0] for line in lines[1:]] == [f"  {url}" for url in urls]
 
 
 @pytest.mark.parametrize("code", ["raise RuntimeError('no ssl')", "import a_missing_module", "x = = 1"])
-def test_a_missing_or_broken_requests_is_a_source_that_failed(sources, target, tmp_path, monkeypatch, code):
+def test_a_missing_or_broken_requests_is_a_source_that_failed(server, target, tmp_path, monkeypatch, code):
     (tmp_path / "requests.py").write_text(code)
     monkeypatch.delitem(sys.modules, "requests", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    [url] = sources("/right")
+    [url] = server.name("/right")
     with pytest.raises(ConnectionError, match=f"{url}: .*(no ssl|a_missing_module|invalid syntax)"):
         data.download.download()
     assert find_text()[0] == MANUAL
 
 
-def test_the_proxy_of_the_environment_is_used(server, sources, monkeypatch):
-    sources("http://shakespeare.invalid/input.txt")
-    server.answers["http://shakespeare.invalid/input.txt"] = server.answers["/right"]
-    monkeypatch.setenv("http_proxy", server.address)
-    assert data.download.download() == TEXT
-
-
-def test_every_source_is_fetched_over_tls():
+def test_sources_are_reached_over_tls_and_through_the_proxy_of_the_environment(server, monkeypatch):
     assert len(data.download.SOURCES) >= 2
     assert all(url.startswith("https://") for url in data.download.SOURCES)
-
-
-# ---- where it is saved
+    server.name("http://shakespeare.invalid/right")
+    monkeypatch.setenv("http_proxy", server.address)
+    assert data.download.download() == TEXT
 
 
 def test_a_disk_that_is_full_halfway_leaves_nothing_behind_and_what_was_there_as_it_was(target, monkeypatch):
@@ -194,34 +160,40 @@ def test_a_disk_that_is_full_halfway_leaves_nothing_behind_and_what_was_there_as
         with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
             full.setattr(type(target), "write_bytes", half)
             data.download.place(TEXT, target)
-        assert files(target) == earlier and (not earlier or target.read_bytes() == b"my own text")
-        target.write_bytes(b"my own text")
+        assert files(target) == earlier and (not earlier or target.read_text() == "my own text")
+        target.write_text("my own text")
 
 
-def test_where_the_folder_cannot_be_written_the_text_is_used_from_memory(sources, target, capsys):
+def test_where_the_folder_cannot_be_written_the_text_is_used_from_memory(server, target, capsys):
     target.parent.rmdir()
-    sources("/right")
+    server.name("/right")
     assert find_text() == ("input.txt", TEXT.decode())
     assert f"notice: cannot write {target}, so the text stays in memory" in capsys.readouterr().err
 
 
-def test_two_downloads_at_once_leave_one_complete_file(server, sources, target):
-    both = threading.Barrier(2)
-
-    def slowly(handler):
-        both.wait(30)  # both have begun before either gets a byte
-        handler.answer(TEXT)
-
-    server.answers["/slowly"] = slowly
-    code = (f"import sys; import data.download as d; d.INPUT = type(d.INPUT)({str(target)!r}); "
-            f"d.SIZE = {len(TEXT)}; d.SHA256 = {data.download.SHA256!r}; d.SOURCES = {sources('/slowly')}; sys.exit(d.main())")
+def test_two_downloads_at_once_leave_one_complete_file(server, target):
+    code = ("import sys; import data.download as d; d.INPUT, d.SIZE, d.SHA256, d.SOURCES = "
+            f"type(d.INPUT)({str(target)!r}), 200_000, {data.download.SHA256!r}, {server.name('/together')}\n"
+            "sys.exit(d.main())")
     for process in [start(command=("-c", code)) for _ in range(2)]:
         done = ended(process)
         assert done.code == 0 and "its sha256 is right" in done.out, done.err
     assert target.read_bytes() == TEXT and files(target) == ["input.txt"]
 
 
-# ---- the script, and the text that is always there
+def test_the_script_leaves_another_text_alone_knows_the_right_one_and_ends_at_ctrl_c(
+        server, target, monkeypatch, capsys):
+    def interrupted(url):
+        raise KeyboardInterrupt
+
+    target.write_text("my own text")
+    assert "is another text and is left as it is; move it away" in data.download.main()
+    assert target.read_text() == "my own text"
+    target.write_bytes(TEXT)
+    assert data.download.main() is None and "is Tiny Shakespeare already" in capsys.readouterr().out
+    target.unlink()
+    monkeypatch.setattr(data.download, "fetch", interrupted)
+    assert data.download.main() == 130 and files(target) == server.asked == []
 
 
 @pytest.fixture
@@ -236,50 +208,30 @@ def project(tmp_path):
 def test_the_script_without_a_network_says_what_to_do_by_hand(project):
     done = run(command=["data/download.py"], root=project, env=OFFLINE)
     assert done.code == 1 and done.out == "" and "Traceback" not in done.err
-    assert all(f"  {url}: " in done.err for url in data.download.SOURCES)
+    lines = [line.split(": ")[0] for line in done.err.splitlines() if line.startswith("  ")]
+    assert lines == [f"  {url}" for url in data.download.SOURCES]
     assert f"By hand: save {data.download.SOURCES[0]} from a browser as {project / 'input.txt'}" in done.err
-    assert not (project / "input.txt").exists() and not list(project.glob(".*part"))
+    assert not list(project.glob("*input.txt*"))
 
 
-def test_the_script_leaves_another_text_alone_and_knows_the_right_one(server, sources, target, capsys):
-    target.write_text("my own text")
-    assert "is another text and is left as it is; move it away" in data.download.main()
-    assert target.read_text() == "my own text"
-    target.write_bytes(TEXT)
-    assert data.download.main() is None and "is Tiny Shakespeare already" in capsys.readouterr().out
-    assert server.asked == []
-
-
-def test_ctrl_c_ends_the_script_without_a_traceback(target, monkeypatch):
-    def interrupted(url):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(data.download, "fetch", interrupted)
-    assert data.download.main() == 130 and files(target) == []
-
-
-def test_without_a_source_the_text_is_pythons_manual_and_a_run_says_so_before_and_after(project, tmp_path):
+def test_without_a_source_both_scripts_learn_pythons_manual_and_say_so_before_and_after(project, tmp_path):
     flags = tiny(tmp_path, "--max_iters", 2, "--data", "")
     done = run(*flags, root=project, env=OFFLINE, stderr=subprocess.STDOUT)
     assert done.code == 0, done.out
     before, after = done.out.split("step 0:")
-    assert all(f"  {url}: " in before for url in data.download.SOURCES)
+    assert all(f"  {url}: " in before for url in data.download.SOURCES) and f"text:   {MANUAL}, " in before
     assert f"notice: so the text is {MANUAL}, not Shakespeare. By hand: save " in before
-    assert f"text:   {MANUAL}, " in before
     assert f"notice: it learned {MANUAL}, not Shakespeare." in after.split("the best model writes:")[1]
     assert [checkpoint(tmp_path / f"out/{name}.pt")["text"] for name in ("best", "last")] == [MANUAL] * 2
-    assert not (project / "input.txt").exists()
     few = "--max_iters 2 --eval_iters 1 --max_new_tokens 5 --device cpu".split()
     done = run(*few, command=["bigram.py"], root=project, env=OFFLINE)
     assert f"{MANUAL} on cpu" in done.out and f"it learned {MANUAL}, not Shakespeare" in done.err
 
 
-def test_a_run_on_the_manual_continues_on_the_manual_even_when_shakespeare_has_come(
-        sources, target, tmp_path, capsys):
-    sources("/gone")
+def test_a_run_on_the_manual_continues_on_it_even_when_shakespeare_has_come(server, target, tmp_path, capsys):
+    server.name("/gone")
     name, text = find_text()
-    assert name == MANUAL and len(text) > 300_000 and "lambda" in text
-    assert BY_HAND in capsys.readouterr().err
+    assert name == MANUAL and len(text) > 300_000 and "lambda" in text and BY_HAND in capsys.readouterr().err
     flags = tiny(tmp_path, "--max_iters", 2, "--data", "")
     good(*flags)
     target.write_bytes(TEXT)

@@ -1,130 +1,141 @@
-"""The pictures: real ones where matplotlib is installed; else one sentence and an unchanged run."""
-
+""" The pictures: real ones where matplotlib is installed; without it a run is the same and says nothing. """
 import struct
 import sys
+from types import SimpleNamespace
 
 import pytest
-from helpers import call, checkpoint, run, steps, tiny
+from helpers import call, checkpoint, good, refusal, run, small_text, steps, tiny
 
+import data.pictures
 import gpt
+
+HISTORY = [dict(zip(["step", "train", "val"], row)) for row in [(0, 3.3, 3.2), (10, 2.5, 2.6), (20, 2, 2.7)]]
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
+    """ the folder of a finished run with its picture, and what it printed """
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("drawn")
-    done = call(*tiny(folder), plot=True)
-    assert done.code == 0, done.err
-    return folder, done
+    return folder / "out", good(*tiny(folder))
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """ the figures that would be saved """
+    pytest.importorskip("matplotlib")
+    seen = []
+    monkeypatch.setattr(data.pictures, "save_figure", lambda figure, path: seen.append(figure))
+    return seen
 
 
 def size(path):
-    """Width and height of a real PNG, which begins and ends as such."""
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n") and content[12:16] == b"IHDR"
-    assert content.endswith(b"IEND\xaeB`\x82") and len(content) > 5000
-    return struct.unpack(">II", content[16:24])
+    """ width and height of a real PNG, and the share of its pixels that are not white """
+    content, image = path.read_bytes(), pytest.importorskip("matplotlib.image").imread(path)
+    assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.endswith(b"IEND\xaeB`\x82")
+    return *struct.unpack(">II", content[16:24]), float((image[..., :3].min(axis=-1) < 0.9).mean())
 
 
-def ink(path):
-    """The share of pixels that are not white."""
-    image = pytest.importorskip("matplotlib.image").imread(path)
-    return float((image[..., :3].min(axis=-1) < 0.9).mean())
+def lines(axes):
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
 
 
-def test_a_run_leaves_a_picture_of_its_losses(drawn):
-    folder, done = drawn
-    width, height = size(folder / "out/loss.png")
-    assert 700 <= width <= 1400 and 400 <= height <= 900
-    assert 0.005 < ink(folder / "out/loss.png") < 0.5
-    assert f"picture: {folder / 'out/loss.png'}" in done.err and ".png" not in done.out
-    assert not list((folder / "out").glob("*.part"))
+def labels(axes):
+    return "".join(label.get_text() for label in axes.get_yticklabels())
 
 
-def test_the_picture_shows_both_losses_the_best_step_and_what_guessing_scores(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    seen = []
-    monkeypatch.setattr(gpt, "save_figure", lambda figure, path: seen.append(figure))
-    history = [
-        dict(step=step, train=train, val=val)
-        for step, train, val in [(0, 3.3, 3.2), (10, 2.5, 2.6), (20, 2.0, 2.7)]
-    ]
-    gpt.draw_loss(history, history[1], 27, tmp_path / "loss.png")
-    axes = seen[0].axes[0]
-    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
-    assert drawn["train"] == ([0, 10, 20], [3.3, 2.5, 2.0]) and drawn["val"] == ([0, 10, 20], [3.2, 2.6, 2.7])
-    assert drawn["best: 2.6000 at step 10"] == ([10], [2.6])
-    assert drawn["guessing: ln(27)"][1] == pytest.approx([3.2958, 3.2958], abs=1e-4)
+def test_a_run_leaves_a_picture_of_its_losses_and_attention_one_of_the_heads(drawn):
+    out, done = drawn
+    width, height, ink = size(out / "loss.png")
+    assert (width, height) == (1000, 400) and 0.005 < ink < 0.5 and not list(out.glob("*.part"))
+    assert done.err.endswith(f"picture: {out / 'loss.png'}\n") and "picture" not in done.out
+    done = good("--attention", "the cat", "--out", out, "--device", "cpu")
+    assert done.out == "" and done.err == f"picture: {out / 'attention.png'}\n"
+    width, height, ink = size(out / "attention.png")
+    assert 0.8 < width / height < 1.25 and 400 <= width <= 2000 and ink > 0.02
 
 
-def test_attention_is_drawn_with_a_panel_for_each_layer_and_head(drawn):
-    folder, _ = drawn
-    done = call("--attention", "the cat", "--out", folder / "out", "--device", "cpu", plot=True)
-    assert done.code == 0 and done.out == "" and f"picture: {folder / 'out/attention.png'}" in done.err
-    width, height = size(folder / "out/attention.png")
-    assert 0.8 < width / height < 1.25 and 400 <= width <= 2000
-    assert ink(folder / "out/attention.png") > 0.02
+def test_both_panels_show_both_losses_the_training_steps_the_best_report_and_guessing(figures, tmp_path):
+    data.pictures.draw_loss(HISTORY, [(9, 2.9), (19, 2.2)], HISTORY[1], 27, tmp_path / "loss.png")
+    for axes in figures[0].axes:
+        assert lines(axes).pop("guessing: ln(27)")[1] == pytest.approx([3.2958, 3.2958], abs=1e-4)
+        assert lines(axes).items() >= {
+            "train": ([0, 10, 20], [3.3, 2.5, 2]), "val": ([0, 10, 20], [3.2, 2.6, 2.7]),
+            "training steps": ([9, 19], [2.9, 2.2]), "best: 2.6000 at step 10": ([10], [2.6])}.items()
+    everything, later = (axes.get_ylim() for axes in figures[0].axes)
+    assert everything[0] < 2 < 3.3 < everything[1] and later[0] < 2 < 2.7 < later[1] < 3.2
 
 
-def test_what_is_drawn_is_the_attention_the_model_computes(drawn, monkeypatch, tmp_path):
-    folder, _ = drawn
-    model, tokenizer = gpt.load(folder / "out/best.pt", "cpu")
-    seen = []
-    monkeypatch.setattr(gpt, "save_figure", lambda figure, path: seen.append(figure))
-    gpt.draw_attention(model, tokenizer, "that dog", tmp_path / "attention.png")
-    panels = seen[0].axes
+def test_the_training_steps_are_means_of_twenty_losses_also_after_a_resume(figures, tmp_path, monkeypatch):
+    seen, stepped = [], gpt.Run.stepped
+    monkeypatch.setattr(gpt.Run, "stepped", lambda *args: seen.append(args[2].item()) or stepped(*args))
+    good(*tiny(tmp_path, "--max_iters", 40))
+    good(*tiny(tmp_path, "--max_iters", 60), "--resume")
+    places, means = lines(figures[-1].axes[0])["training steps"]
+    assert places == [19, 39, 59]
+    assert means == pytest.approx([sum(seen[end - 19:end + 1]) / 20 for end in places])
+
+
+def test_what_is_drawn_is_the_attention_that_the_model_computes(drawn, figures, tmp_path):
+    maps = gpt.attention_maps(*gpt.load(drawn[0] / "best.pt", "cpu"), "that dog")
+    data.pictures.draw_attention(maps, "that dog", tmp_path / "attention.png")
+    panels = figures[0].axes
     assert [axes.get_title() for axes in panels] == [f"layer {i}, head {j}" for i in (1, 2) for j in (1, 2)]
+    assert labels(panels[0]) == "that␣dog"
     for axes in panels:
-        wei = [[float(share) for share in row] for row in axes.images[0].get_array()]
+        wei = axes.images[0].get_array().tolist()
         assert [sum(row) for row in wei] == pytest.approx([1] * 8, abs=1e-5)
         assert all(wei[row][column] == 0 for row in range(8) for column in range(row + 1, 8))
         assert wei[7][7] not in (0, 1) and wei[7][0] != wei[7][1]
-        assert [label.get_text() for label in axes.get_yticklabels()] == list("that␣dog")
 
 
-def test_attention_takes_a_text_longer_than_the_context_and_refuses_none(drawn):
-    folder, _ = drawn
-    flags = ("--out", folder / "out", "--device", "cpu")
-    assert call("--attention", "the cat sat on a mat", *flags, plot=True).code == 0
-    done = call("--attention", "", *flags, plot=True)
-    assert done.code == 2 and "--attention takes a text of one character or more" in done.err
+def test_of_a_long_text_at_most_the_last_40_characters_are_drawn_and_of_none_nothing(tmp_path, figures):
+    good(*tiny(tmp_path, "--block_size", 64))
+    text, flags = small_text(600, seed=4), ("--out", tmp_path / "out", "--device", "cpu")
+    assert good("--attention", text, *flags).err == "notice: the picture shows the last 40 characters\n"
+    assert labels(figures[-1].axes[0]) == text[-40:].replace(" ", "␣").replace("\n", "↵")
+    assert max(figures[-1].get_size_inches() * 100) < 1500
+    assert refusal("--attention", "", *flags) == "--attention takes a text of one character or more"
 
 
-def test_attention_to_characters_the_model_never_saw_is_one_sentence(drawn):
-    folder, _ = drawn
-    done = call("--attention", "the Qat", "--out", folder / "out", plot=True)
-    assert done.code == 2 and "the model never saw 'Q'; take only its characters" in done.err
-    assert len(done.err.strip().splitlines()) == 2
+def test_glyphs_that_the_font_lacks_are_one_sentence(tmp_path, recwarn):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "text.txt").write_text("你好世界，。的一是" * 100, encoding="utf-8")
+    good(*tiny(tmp_path, data=tmp_path / "text.txt"))
+    done = good("--attention", "你好世界", "--out", tmp_path / "out", "--device", "cpu")
+    assert done.err.count("\n") == 2 and done.err.startswith("notice: the font of the picture lacks some ")
+    assert not [warning for warning in recwarn if "lyph" in str(warning.message)]
 
 
-def test_without_matplotlib_there_is_one_sentence_and_nothing_else_changes(drawn, tmp_path):
-    folder, with_picture = drawn
-    done = call(*tiny(tmp_path))
-    assert done.code == 0
-    assert done.err == 'no picture, since matplotlib is not installed: pip install -e ".[plot]"\n'
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        ".lock",
-        "best.pt",
-        "last.pt",
-        "loss.csv",
-    ]
-    assert steps(done.out) == steps(with_picture.out) and len(steps(done.out)) == 3
-    one, two = (checkpoint(path / "out/best.pt")["model"] for path in (folder, tmp_path))
-    assert all(one[key].equal(two[key]) for key in one)
-    done = call("--attention", "the cat", "--out", tmp_path / "out", "--device", "cpu")
-    assert done.code == 0 and "no picture, since matplotlib is not installed" in done.err
-    assert not (tmp_path / "out/attention.png").exists()
+def test_without_matplotlib_a_run_says_nothing_and_attention_is_an_error(drawn, tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    done, out = good(*tiny(tmp_path)), tmp_path / "out"
+    assert steps(done.out) == steps(drawn[1].out) and "picture" not in done.err and "plot" not in done.err
+    assert sorted(path.name for path in out.iterdir()) == [".lock", "best.pt", "last.pt", "loss.csv"]
+    one, two = (checkpoint(folder / "best.pt")["model"] for folder in (drawn[0], out))
+    assert all(one[name].equal(two[name]) for name in one)
+    sentence = refusal("--attention", "the cat", "--out", out, "--device", "cpu")
+    assert sentence.startswith("a picture takes matplotlib") and sentence.endswith('pip install -e ".[plot]"')
+
+
+@pytest.mark.parametrize("error", [ImportError("another numpy"), ValueError("no latex")])
+def test_any_failure_of_matplotlib_is_one_sentence_and_the_last(trained, tmp_path, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setitem(sys.modules, "matplotlib", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", SimpleNamespace(Figure=fail))
+    done = good(*tiny(tmp_path))
+    assert done.err.endswith(f"notice: no loss.png ({type(error).__name__}: {error})\n")
+    assert "the best model writes:" in done.out and "\nwrite:  " in done.out
+    done = call("--attention", "the cat", "--out", trained / "out", "--device", "cpu")
+    assert done.code in (1, 2) and str(error) in done.err.splitlines()[-1]
 
 
 @pytest.mark.slow
-def test_a_process_without_matplotlib_ends_well(tmp_path):
-    done = run(tmp_path, *tiny(tmp_path, "--max_iters", "1"))
-    assert done.code == 0 and "no picture, since matplotlib is not installed" in done.err
-
-
-def test_importing_and_sampling_need_no_matplotlib(drawn, monkeypatch):
-    folder, _ = drawn
-    for name in [name for name in sys.modules if name.split(".")[0] in ("matplotlib", "requests")]:
-        monkeypatch.setitem(sys.modules, name, None)
-    done = call("--sample", "--out", folder / "out", "--max_new_tokens", "5", "--device", "cpu", plot=True)
-    assert done.code == 0 and len(done.out) == 7
+def test_a_backend_that_does_not_exist_costs_at_most_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    done = run(*tiny(tmp_path), env={"MPLBACKEND": "nonsense"})
+    assert done.code == 0 and "Traceback" not in done.err and "\nwrite:  " in done.out
+    assert done.err.splitlines()[-1].startswith(("picture: ", "notice: no loss.png ("))
