@@ -395,7 +395,8 @@ def settle(given, processes, local_rank):
     if tasks and (others := tasks[1:] + sorted(for_training & set(given))):
         raise UserError(f"--{tasks[0]} and --{others[0]} are for different tasks; leave one of them out")
 
-    device = pick_device(given.get("device", "auto"), local_rank)
+    several_without_cuda = processes > 1 and not torch.cuda.is_available()
+    device = pick_device(given.get("device", "cpu" if several_without_cuda else "auto"), local_rank)
     size = given.get("size", "lecture" if device.startswith("cuda") else "laptop")
     if size not in SIZES:
         raise UserError(f"--size {size} is not one of: auto, {', '.join(SIZES)}")
@@ -419,7 +420,7 @@ def settle(given, processes, local_rank):
     _ = flags.head_size  # UserError if the heads cannot share n_embd
     if resume and start["step"] > flags.max_iters:
         raise UserError(f"the run in {flags.out} is at step {start['step']}; take a larger --max_iters")
-    if flags.batch_size % processes:
+    if flags.batch_size % processes and not tasks:
         raise UserError(f"{processes} processes cannot share --batch_size {flags.batch_size}; use a multiple")
     return tasks[0] if tasks else "train", flags, start, why
 
@@ -487,10 +488,11 @@ class Run:
     def __init__(self, model, config, out=None, tokenizer=None, header=None, start=None, interrupts=None):
         self.model, self.config, self.out, self.tokenizer = model, config, out, tokenizer
         self.header, self.start, self.interrupts = header or {}, start, interrupts
-        past = start or dict(step=0, seconds=0.0, history=[], curve=[], best=None, id=os.urandom(8).hex())
+        past = start or dict(step=0, seconds=0.0, history=[], curve=[], twenty=[], best=None,
+                             id=os.urandom(8).hex())
         self.step, self.seconds, self.best, self.id = past["step"], past["seconds"], past["best"], past["id"]
         self.history = [row for row in past["history"] if row["step"] < self.step]  # a report is made again
-        self.curve, self.twenty = list(past["curve"]), []  # (step, mean loss of twenty); the next twenty
+        self.curve, self.twenty = past["curve"], past["twenty"]  # (step, mean of twenty losses), the next
         self.device = next(model.parameters()).device
         self.random, self.optimizer, self.loss, self.unread = random_state(self.device), None, None, []
         self.progress = Progress(config, self.step)
@@ -504,16 +506,18 @@ class Run:
 
     def begin(self, optimizer):
         """ the first step to take; the optimizer and the random numbers continue where they were """
-        self.optimizer = optimizer
         if self.start:
-            state, weights = self.start["optimizer"], list(self.model.parameters())
-            shapes = [(state[i]["exp_avg"].shape, state[i]["exp_avg_sq"].shape) for i in state]
-            if shapes != [(weights[i].shape, weights[i].shape) for i in state]:  # torch would crash
-                raise UserError(f"last.pt in {self.out} is of another model; start with --init_from")
-            groups = optimizer.state_dict()["param_groups"]  # with the settings of now, not those of the file
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
-            set_random_state(self.start["random"])
-        self.random = random_state(self.device)
+            try:
+                state, weights = self.start["optimizer"], list(self.model.parameters())
+                shapes = [(state[i]["exp_avg"].shape, state[i]["exp_avg_sq"].shape) for i in state]
+                if shapes != [(weights[i].shape, weights[i].shape) for i in state]:  # torch would crash
+                    raise ValueError("its optimizer's state is that of another model")
+                groups = optimizer.state_dict()["param_groups"]  # the settings of now, not those of the file
+                optimizer.load_state_dict({"state": state, "param_groups": groups})
+                set_random_state(self.start["random"])
+            except Exception as error:
+                raise UserError(f"cannot continue from last.pt in {self.out}: {error}") from None
+        self.optimizer, self.random = optimizer, random_state(self.device)
         return self.step
 
     def tick(self):
@@ -550,15 +554,14 @@ class Run:
         say(f"{line} ({', '.join(more)})")
         if self.best is None or losses["val"] < self.best["val"] or step == self.best["step"]:
             self.best = self.history[-1]
-            self.save("best.pt")
         if step == self.config.max_iters or self.saving < 1 + 0.03 * (time.monotonic() - self.progress.began):
-            self.save("last.pt")  # three times as large: on a fast GPU not every time
+            self.save("last.pt")  # three times as large as best.pt: on a fast GPU not every time
+        if self.best is self.history[-1]:
+            self.save("best.pt")
         self.save_record()
         if self.tokenizer and self.config.taste and rank() == 0:
             self.taste(0.04 * (time.monotonic() - self.reported) if step else 0.5)
         self.reported = time.monotonic()
-
-    # what these need
 
     def read_losses(self):
         unread, self.unread = self.unread, []
@@ -595,7 +598,7 @@ class Run:
             self.read_losses()
             self.saved = began
             state.update(optimizer=self.optimizer.state_dict()["state"], random=self.random, best=self.best,
-                         history=self.history, curve=self.curve, seconds=self.elapsed())
+                         history=self.history, curve=self.curve, twenty=self.twenty, seconds=self.elapsed())
         content = io.BytesIO()
         torch.save(dict(state, checksum=checksum(state)), content)
         try:
@@ -789,10 +792,13 @@ def use_model(task, flags, start):
         text = flags.attention[-min(model.block_size, 40):]  # more could not be read
         if len(text) < len(flags.attention):
             note(f"notice: the picture shows the last {len(text)} characters")
+        maps = attention_maps(model, tokenizer, text)
+        Path(flags.out).mkdir(parents=True, exist_ok=True)
         try:
-            Path(flags.out).mkdir(parents=True, exist_ok=True)
-            draw_attention(attention_maps(model, tokenizer, text), text, Path(flags.out) / "attention.png")
-        except ImportError as error:
+            draw_attention(maps, text, Path(flags.out) / "attention.png")
+        except OSError:
+            raise
+        except Exception as error:  # matplotlib fails in many ways
             raise UserError(f'a picture takes matplotlib ({error}): pip install -e ".[plot]"') from None
     elif task == "score":
         text = read_text(flags.score)
@@ -862,7 +868,7 @@ def train_and_sample(flags, start, why, given, tokenizer, data, header):
             run.rescue(error, command(given, "--resume"))
             raise
         number = rank()
-        leave()
+        leave(together=True)
         if number:
             return  # process 0 does the rest alone
         seconds, best = run.elapsed(), run.best
@@ -888,10 +894,8 @@ def train_and_sample(flags, start, why, given, tokenizer, data, header):
 def command(given, task):
     """ a command to paste into a shell: what a checkpoint does not keep is said again """
     words = ["python", "gpt.py" if Path.cwd() == Path(__file__).resolve().parent else __file__, task]
-    for name in ("out", "device", "dtype", "compile") if task == "--resume" else ("out", "device"):
-        if name in given:
-            words.append(f"--{name}={given[name]}" if name == "compile" else f"--{name}")
-            words += [str(given[name])] if name != "compile" else []
+    names = ["out", "device"] + (["dtype", "compile"] if task == "--resume" else [])
+    words += [word for name in names if name in given for word in (f"--{name}", str(given[name]))]
     return shlex.join(words)
 
 

@@ -12,13 +12,12 @@ def pick_device(name, local_rank=0):
     here = ["mps", "cpu"] if torch.backends.mps.is_available() else ["cpu"]
     if torch.cuda.is_available():
         here = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + here
-    if name == "cuda" or name == "auto" and here[0] == "cuda:0":
-        name = f"cuda:{local_rank}"  # a GPU for each process
-    name = here[0] if name == "auto" else name
-    if name not in here:
+    fastest = f"cuda:{local_rank}" if here[0] == "cuda:0" else here[0]  # a GPU for each process
+    found = fastest if name == "auto" or name == "cuda" and "cuda" in fastest else name
+    if found not in here:
         raise UserError(f"--device {name} does not work here with torch {torch.__version__}; take one of: "
                         f"{', '.join(here)}")
-    return name
+    return found
 
 
 def pick_dtype(wanted, device):

@@ -26,9 +26,11 @@ def join():
     torch.distributed.init_process_group(backend, timeout=timedelta(minutes=10))
 
 
-def leave():
-    """ part from the other processes """
+def leave(together=False):
+    """ part from the other processes; together: when all of them are there """
     if several():
+        if together:
+            torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 

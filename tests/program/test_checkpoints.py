@@ -114,7 +114,7 @@ def test_the_printed_commands_are_quoted_and_work_from_the_folder_they_are_print
         stopped = call(*tiny(tmp_path, "--out", "My Drive/it's", *"--dtype bfloat16 --no-compile".split()))
     python, script, *args = shlex.split(re.search("; to continue: (.+)", stopped.err)[1])
     assert (python, Path(script)) == ("python", Path(gpt.__file__)) and args[:2] == ["--resume", "--out"]
-    assert args[2:] == ["My Drive/it's", *"--device cpu --dtype bfloat16 --compile=False".split()]
+    assert args[2:] == ["My Drive/it's", *"--device cpu --dtype bfloat16 --compile False".split()]
     done = good(*args)
     assert len(steps(done.out)) == 2 and "bfloat16" in done.out
     python, script, *args = shlex.split(re.search("^write:  (.+)", done.out, re.MULTILINE)[1])

@@ -196,25 +196,16 @@ def test_the_script_leaves_another_text_alone_knows_the_right_one_and_ends_at_ct
     assert data.download.main() == 130 and files(target) == server.asked == []
 
 
-@pytest.fixture
-def project(tmp_path):
-    """ a copy of the project without input.txt, for a machine where every connection is refused """
-    shutil.copytree(ROOT / "data", tmp_path / "copy/data", ignore=shutil.ignore_patterns("__pycache__"))
+def test_without_a_source_the_remedy_is_said_and_both_scripts_learn_pythons_manual(tmp_path):
+    project = tmp_path / "copy"
+    shutil.copytree(ROOT / "data", project / "data", ignore=shutil.ignore_patterns("__pycache__"))
     for script in ("bigram.py", "gpt.py"):
-        shutil.copy(ROOT / script, tmp_path / "copy")
-    return tmp_path / "copy"
-
-
-def test_the_script_without_a_network_says_what_to_do_by_hand(project):
+        shutil.copy(ROOT / script, project)
     done = run(command=["data/download.py"], root=project, env=OFFLINE)
     assert done.code == 1 and done.out == "" and "Traceback" not in done.err
     lines = [line.split(": ")[0] for line in done.err.splitlines() if line.startswith("  ")]
     assert lines == [f"  {url}" for url in data.download.SOURCES]
     assert f"By hand: save {data.download.SOURCES[0]} from a browser as {project / 'input.txt'}" in done.err
-    assert not list(project.glob("*input.txt*"))
-
-
-def test_without_a_source_both_scripts_learn_pythons_manual_and_say_so_before_and_after(project, tmp_path):
     flags = tiny(tmp_path, "--max_iters", 2, "--data", "")
     done = run(*flags, root=project, env=OFFLINE, stderr=subprocess.STDOUT)
     assert done.code == 0, done.out
@@ -226,6 +217,7 @@ def test_without_a_source_both_scripts_learn_pythons_manual_and_say_so_before_an
     few = "--max_iters 2 --eval_iters 1 --max_new_tokens 5 --device cpu".split()
     done = run(*few, command=["bigram.py"], root=project, env=OFFLINE)
     assert f"{MANUAL} on cpu" in done.out and f"it learned {MANUAL}, not Shakespeare" in done.err
+    assert not list(project.glob("*input.txt*"))
 
 
 def test_a_run_on_the_manual_continues_on_it_even_when_shakespeare_has_come(server, target, tmp_path, capsys):

@@ -87,8 +87,7 @@ def test_a_signal_while_the_best_model_is_used_ends_it(own, monkeypatch, heard, 
     monkeypatch.setattr(gpt, name, watched)
     done = call(*["--sample", "--out", own / "out"] if task == "sample" else tiny(own))
     assert done.code == 128 + number and heard == [] and "Traceback" not in done.err
-    assert re.search(end, done.out)
-    assert checkpoint(own / "out/last.pt")["step"] == 20
+    assert re.search(end, done.out) and checkpoint(own / "out/last.pt")["step"] == 20
 
 
 def test_ctrl_c_before_the_run_begins_ends_without_a_traceback(tmp_path, monkeypatch):

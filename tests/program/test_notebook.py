@@ -40,7 +40,8 @@ def test_gpt_runs_in_a_notebook_ends_saved_at_an_interrupt_and_leaves_the_kernel
         f"import gpt, sys, threading; flags, streams = {flags}, (sys.stdout, sys.stderr); gpt.main(flags)",
         "thread = threading.Thread(target=gpt.main, args=(flags,)); thread.start(); thread.join()",
         'gpt.main(["--prompt", "the", "--max_new_tokens", 5]); print((sys.stdout, sys.stderr) == streams)',
-        README.replace("ROMEO:", "the cat"), "gpt.main(flags + ['--max_iters', 10**8])  # interrupt at step 10:",
+        README.replace("ROMEO:", "the cat"),
+        "gpt.main(flags + ['--max_iters', 10**8])  # interrupt at step 10:",
         "gpt.main(flags + ['--resume', '--max_iters', 3000, '--eval_interval', 3000])", SLEEP)
     for shown in (ran, called, threaded):
         assert "step 20: train loss" in shown and "the best model writes:" in shown and shown.endswith("\n")

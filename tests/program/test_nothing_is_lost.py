@@ -107,8 +107,8 @@ def test_a_learning_rate_that_is_really_too_large_is_found_out(tmp_path):
     done = call(*tiny(tmp_path, "--learning_rate", 1e30))
     assert done.code == 1 and re.search(r"the loss is \S+ at step [12];", done.err)
     assert checkpoint(tmp_path / "out/best.pt")["step"] == 0
-    flags = "--learning_rate 1e30 --max_iters 50 --eval_iters 1 --data".split()
-    done = call(*flags, __file__, main=bigram.main)  # this file is a text, too
+    flags = "--learning_rate 1e30 --max_iters 50 --eval_iters 1".split()
+    done = call(*flags, "--data", __file__, main=bigram.main)  # this file is a text, too
     assert done.code == 1 and "the loss is not a number at step 50; try a lower --learning" in done.err
 
 
@@ -195,8 +195,7 @@ def held(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["best.pt", "last.pt", "loss.csv"])
-def test_a_file_that_another_program_holds_for_a_moment_is_written_all_the_same(
-        tmp_path, held, all_steps, name):
+def test_a_file_that_another_program_holds_for_a_moment_is_written(tmp_path, held, all_steps, name):
     held(name, 2)
     done = good(*tiny(tmp_path, *LIVELY))
     assert steps(done.out) == all_steps and "notice" not in done.err

@@ -27,10 +27,10 @@ def write(tmp_path, content):
 
 
 def refused(tmp_path, content):
-    """ what a run answers to a text, without the name of the file """
+    """ what both scripts answer to a text, without the name of the file """
     path = write(tmp_path, content)
     sentence = refusal(*tiny(tmp_path, data=path))
-    assert sentence.startswith(f"{path} ")
+    assert sentence == refusal("--data", path, main=bigram.main) and sentence.startswith(f"{path} ")
     return sentence.removeprefix(f"{path} ")
 
 
@@ -70,16 +70,11 @@ def test_a_text_of_300_chinese_characters_trains_whatever_the_locale_says(tmp_pa
     assert gpt.load(tmp_path / "out/best.pt")[1].chars == sorted(set(CHINESE))
 
 
-LONG = {
-    "english in one line": small_text(100_000).replace("\n", " ") * 200,
-    "chinese, line endings of Windows": ("你好，世界。" * 5 + "\r\n") * 200_000,
-    "chinese, an emoji at the end": ("你好，世界。" * 5 + "\n") * 200_000 + "🙂",
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("text", LONG.values(), ids=LONG)
-def test_a_long_text_takes_at_most_8_bytes_of_memory_for_each_character(tmp_path, text):
+@pytest.mark.parametrize("line, times, end", [("the cat", 10**6, ""), ("你好，世界。\r\n", 10**6, ""),
+                                              ("你好，世界。\n", 10**6, "🙂")])
+def test_a_long_text_takes_at_most_8_bytes_of_memory_for_each_character(tmp_path, line, times, end):
+    text = line * times + end
     path, length = write(tmp_path, text), len(text)
     tracemalloc.start()
     try:
@@ -88,7 +83,7 @@ def test_a_long_text_takes_at_most_8_bytes_of_memory_for_each_character(tmp_path
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(tokens) > 0.9 * length and peak <= 8 * length, peak / length
+    assert len(tokens) >= 0.8 * length and peak <= 8 * length, peak / length
 
 
 def test_a_text_that_is_too_short_is_answered_with_the_least_length_which_works(tmp_path):
@@ -120,9 +115,3 @@ def test_a_folder_a_pipe_and_an_unreadable_file_are_named_instead_of_waited_for(
     (tmp_path / "own.txt").chmod(0)
     if os.geteuid():  # root reads everything
         assert f"cannot read {tmp_path}/own.txt: Permission denied" in refusal(*flags)
-
-
-def test_bigram_answers_in_one_sentence_as_well(tmp_path):
-    for content, what in [(b"It\x92s\n", "is not UTF-8: byte 0x92 at offset 2"), (b"It", "is too short: of")]:
-        path = write(tmp_path, content)
-        assert refusal("--data", path, main=bigram.main).startswith(f"{path} {what}")
