@@ -163,7 +163,7 @@ def train(model, data, config, device):
 
 def main(argv=None):
     parser = make_parser(Config, __doc__, {})
-    with plain_errors(parser, "lower --batch_size or --block_size"):
+    with plain_errors(parser, "lower --batch_size or --block_size"), torch.random.fork_rng(devices=[]):
         if launched()[0] > 0:
             return  # under torchrun one process is enough
         config = check(Config(**parse(parser, argv)))

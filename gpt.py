@@ -581,7 +581,7 @@ class Run:
         random, end, text = random_state(self.device), time.monotonic() + seconds, ""
         torch.manual_seed(self.config.seed)
         for ch in stream(self.model, self.tokenizer, beginning(self.tokenizer), 70):
-            text += ch if ch.isprintable() else "↵"
+            text += "↵" if ch == "\n" else ch if ch.isprintable() else " "
             if time.monotonic() > end:
                 break
         set_random_state(random)
@@ -722,7 +722,7 @@ def stream(model, tokenizer, prompt, max_new_tokens, temperature=1.0, top_k=None
 
 
 def until(stop, characters):
-    """ the characters up to where `stop` begins: so many are held back as could be the beginning of it """
+    """ the characters up to where `stop` begins; as many are held back as it is long, less one """
     held = ""
     for ch in characters:
         held += ch
@@ -812,7 +812,7 @@ def use_model(task, flags, start):
         prompt = (flags.prompt or "").replace("\\n", "\n")
         if prompt == "-":
             typed = getattr(sys.stdin, "buffer", sys.stdin).read()
-            prompt = typed if isinstance(typed, str) else decode_text(typed, "standard input")
+            prompt = typed if isinstance(typed, str) else decode_text(io.BytesIO(typed), "standard input")
         refuse_unknown(prompt, tokenizer, "the prompt")
         seed = torch.seed() % 2**32 if flags.sample_seed is None else flags.sample_seed
         note(f"{path}, --sample_seed {seed}")

@@ -80,6 +80,8 @@ class Progress:
     def tick(self, work, text):
         """ work of so many forward passes begins; on a terminal one line moves, elsewhere a few pass """
         self.now = time.monotonic()
+        if self.done == 0:
+            self.next_line = self.now + 0.5
         if self.done_since == 0:
             self.since, self.done_since = self.now, self.done
         self.done += work

@@ -1,7 +1,9 @@
 """
 How a text is found, read and encoded: UTF-8 everywhere, every line ending a newline, no byte order mark.
 """
+import io
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -38,22 +40,28 @@ def read_text(path):
     if Path(path).exists() and not Path(path).is_file():
         raise UserError(f"{path} is not a plain file; name a text file")
     try:
-        return decode_text(Path(path).read_bytes(), path)
+        with open(path, "rb") as file:
+            return decode_text(file, path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; name another file") from None
 
 
-def decode_text(content, name):
-    """ UTF-8 bytes -> string """
-    text, bad = "", content.find(0)
+def decode_text(file, name):
+    """ the characters in a binary file that contains UTF-8; every line ending becomes a newline """
+    pieces = io.TextIOWrapper(file, encoding="utf-8")
+    with suppress(UnicodeDecodeError):
+        text = "".join([piece.replace("\ufeff", "") for piece in iter(lambda: pieces.read(1 << 20), "")])
+        if "\0" not in text:
+            return text
+    file.seek(0)
+    content = file.read()
     try:
-        text = content.decode()
+        content.decode()
+        bad = content.index(0)
     except UnicodeDecodeError as error:
         bad = error.start
-    if bad >= 0:
-        kind = "looks like UTF-16, or like no text at all" if b"\0" in content else "is not UTF-8"
-        raise UserError(f"{name} {kind}: byte 0x{content[bad]:02x} at offset {bad}; save it as UTF-8")
-    return text.replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
+    kind = "looks like UTF-16, or like no text at all" if b"\0" in content else "is not UTF-8"
+    raise UserError(f"{name} {kind}: byte 0x{content[bad]:02x} at offset {bad}; save it as UTF-8")
 
 
 def encode_text(text, stoi):
