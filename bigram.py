@@ -5,14 +5,14 @@ The bigram baseline: the lecture's first language model, which sees one characte
     python bigram.py --help          every flag, and the question it answers
 
 Guessing would score ln(65) = 4.1744. This model comes near 2.4519, the best that any bigram can do on the
-training text, and its words are not words yet. gpt.py is the answer: the same story, with attention.
+training text, and its words are not words yet. gpt.py does better: the same program, with attention.
 """
 import math
 import os
 import sys
 from dataclasses import dataclass
 
-if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: waiting threads leave the processor sooner
+if "OMP_WAIT_POLICY" not in os.environ:  # must come before torch: its idle threads then free the CPU sooner
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 import torch.nn as nn
@@ -50,7 +50,10 @@ class Config:
 
 
 class Tokenizer:
-    """ characters to integers and back; the vocabulary is every character that occurs in the text """
+    """
+    Characters to integers and back; the vocabulary is the characters of the text, sorted. A subword tokenizer
+    (BPE) would say more per token ("Google" is one there, six here), but with tens of thousands of tokens.
+    """
 
     def __init__(self, text):
         self.chars = sorted(list(set(text)))
@@ -67,24 +70,24 @@ class Tokenizer:
 
 
 def split_data(text, tokenizer):
-    """ text -> {"train": (N,), "val": (M,)}: the first 90% to train on, the rest to validate """
+    """ text -> {"train": (N,), "val": (M,)}: nine tenths to learn from, the last tenth to check """
     data = torch.from_numpy(encode_text(text, tokenizer.stoi))  # tokenizer.encode(text), but fast
     n = int(0.9 * len(data))
     return {"train": data[:n], "val": data[n:]}
 
 
 def get_batch(data, config, device):
-    """ a batch of inputs x and targets y, both (B, T): y is x shifted by one character """
+    """ (x, y), both (B, T): y[b, t] follows x[b, :t+1], so each row is T examples, contexts of 1 to T """
     ix = torch.randint(len(data) - config.block_size, (config.batch_size,))  # (B,) random places to start
-    places = ix[:, None] + torch.arange(config.block_size)                   # (B, 1) + (T,) -> (B, T)
-    places = places.to(data.device)
+    places = ix[:, None] + torch.arange(config.block_size)  # (B, 1) + (T,) -> (B, T)
+    places = places.to(data.device)                         # the text may be on the GPU already
     x, y = data[places], data[places + 1]
-    return x.to(device).long(), y.to(device).long()
+    return x.to(device).long(), y.to(device).long()  # kept as small integers, but an embedding wants long
 
 
 @torch.no_grad()
 def estimate_loss(model, batch, eval_iters):
-    """ {"train": ..., "val": ...}: one batch is noisy, so the mean over eval_iters; batch(split) -> x, y """
+    """ {"train": ..., "val": ...}: the mean loss over eval_iters batches; batch(split) gives x and y """
     out = {}
     model.eval()
     for split in ["train", "val"]:
@@ -109,7 +112,7 @@ class BigramLanguageModel(nn.Module):
         self.token_embedding_table = nn.Embedding(vocab_size, vocab_size)
 
     def forward(self, idx, targets=None):
-        # idx and targets of shape (B, T), integers
+        # idx and targets of shape (B, T): tokens
         logits = self.token_embedding_table(idx)  # (B, T, C), C = vocab_size: a row for each token
 
         if targets is None:
@@ -181,7 +184,7 @@ def main(argv=None):
         context = torch.zeros((1, 1), dtype=torch.long, device=device)  # token 0, a newline in most texts
         show(tokenizer.decode(model.generate(context, config.max_new_tokens)[0].tolist()))
         if name == MANUAL:
-            print(f"notice: it learned {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
+            print(f"notice: the model learned {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ A GPT in one file: the Transformer of the lecture "Let's build GPT: from scratch
     python gpt.py --help                         every flag, and the question it answers
 
 Read bigram.py first, then this file from the top: everything down to the line `running it` is the lecture, in
-its order. Below it is what a program needs besides: checkpoints, interrupts, several GPUs, the screen.
+its order. Without a GPU the small size `laptop` is trained; the full model of Config is --size lecture.
 """
 import hashlib
 import io
@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-if "OMP_WAIT_POLICY" not in os.environ:  # before torch is loaded: waiting threads leave the processor sooner
+if "OMP_WAIT_POLICY" not in os.environ:  # must come before torch: its idle threads then free the CPU sooner
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 import torch
 import torch.nn as nn
@@ -46,21 +46,21 @@ class Config:
     n_layer: int = 6        # how many blocks, one after the other?
     n_head: int = 6         # how many heads of attention in each block?
     n_embd: int = 384       # how many channels for each token? (a multiple of n_head)
-    block_size: int = 256   # how many characters can the model look back on?
+    block_size: int = 256   # how far back can the model look, in characters?
     dropout: float = 0.2    # what share of the activations is dropped in training?
-    init_std: float = 0.02  # how far are the first weights spread? (0: PyTorch's way, as on video)
-    fused: bool = True      # heads and weight updates all at once? (--no-fused: the lecture's loops)
+    init_std: float = 0.02  # how widely do the initial weights spread? (0: PyTorch's default, as on screen)
+    fused: bool = True      # all heads, and all weight updates, at once? (--no-fused: the lecture's loops)
     # training
     batch_size: int = 64         # how many sequences in one step?
     max_iters: int = 5000        # how many steps?
     eval_interval: int = 500     # how many steps from one measurement of the loss to the next?
     eval_iters: int = 200        # over how many batches of each split is it averaged?
     learning_rate: float = 3e-4  # how large is a step?
-    warmup_iters: int = 0        # over how many steps does the rate rise? (a tenth of the run, at most)
-    decay: bool = False          # does it then fall in a straight line, to zero at the end of the run?
+    warmup_iters: int = 0        # over how many steps does the learning rate rise? (a tenth of all at most)
+    decay: bool = False          # does the learning rate then fall in a straight line, to zero at the end?
     weight_decay: float = 0.01   # how strongly are weights pulled towards zero?
     beta2: float = 0.999         # how slowly does AdamW forget the squares of old gradients?
-    grad_clip: float = 0.0       # how long may the gradient be? (0: any length)
+    grad_clip: float = 0.0       # how large may the gradient's norm be? (0: no limit)
     seed: int = 1337             # which random numbers?
     # data
     data: str = ""  # which text file? (default: input.txt, downloaded if absent)
@@ -69,7 +69,7 @@ class Config:
     def head_size(self):
         if self.n_embd % self.n_head:
             raise UserError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}; "
-                            f"take n_embd {max(1, self.n_embd // self.n_head) * self.n_head}")
+                            f"use n_embd {max(1, self.n_embd // self.n_head) * self.n_head}")
         return self.n_embd // self.n_head
 
 
@@ -77,7 +77,10 @@ class Config:
 
 
 class Tokenizer:
-    """ characters to integers and back; the vocabulary is every character that occurs in the text """
+    """
+    Characters to integers and back; the vocabulary is the characters of the text, sorted. A subword tokenizer
+    (BPE) would say more per token ("Google" is one there, six here), but with tens of thousands of tokens.
+    """
 
     def __init__(self, text):
         self.chars = sorted(list(set(text)))
@@ -94,24 +97,24 @@ class Tokenizer:
 
 
 def split_data(text, tokenizer):
-    """ text -> {"train": (N,), "val": (M,)}: the first 90% to train on, the rest to validate """
+    """ text -> {"train": (N,), "val": (M,)}: nine tenths to learn from, the last tenth to check """
     data = torch.from_numpy(encode_text(text, tokenizer.stoi))  # tokenizer.encode(text), but fast
     n = int(0.9 * len(data))
     return {"train": data[:n], "val": data[n:]}
 
 
 def get_batch(data, config, device):
-    """ a batch of inputs x and targets y, both (B, T): y is x shifted by one character """
+    """ (x, y), both (B, T): y[b, t] follows x[b, :t+1], so each row is T examples, contexts of 1 to T """
     ix = torch.randint(len(data) - config.block_size, (config.batch_size,))  # (B,) random places to start
-    places = ix[:, None] + torch.arange(config.block_size)                   # (B, 1) + (T,) -> (B, T)
-    places = places.to(data.device)
+    places = ix[:, None] + torch.arange(config.block_size)  # (B, 1) + (T,) -> (B, T)
+    places = places.to(data.device)                         # the text may be on the GPU already
     x, y = data[places], data[places + 1]
-    return x.to(device).long(), y.to(device).long()
+    return x.to(device).long(), y.to(device).long()  # kept as small integers, but an embedding wants long
 
 
 @torch.no_grad()
 def estimate_loss(model, batch, eval_iters):
-    """ {"train": ..., "val": ...}: one batch is noisy, so the mean over eval_iters; batch(split) -> x, y """
+    """ {"train": ..., "val": ...}: the mean loss over eval_iters batches; batch(split) gives x and y """
     out = {}
     model.eval()
     for split in ["train", "val"]:
@@ -129,7 +132,7 @@ def estimate_loss(model, batch, eval_iters):
 
 
 class Head(nn.Module):
-    """ one head of self-attention: every position gathers from itself and the positions before it """
+    """ one head: each position gathers from itself and its past, never from another row of the batch """
 
     def __init__(self, config):
         super().__init__()
@@ -143,18 +146,18 @@ class Head(nn.Module):
         B, T, C = x.shape
         k = self.key(x)    # (B, T, hs)
         q = self.query(x)  # (B, T, hs)
-        # affinities; divided by sqrt(hs) their variance is about 1, and softmax does not saturate
-        wei = q @ k.transpose(-2, -1) * k.shape[-1]**-0.5     # (B, T, hs) @ (B, hs, T) -> (B, T, T)
+        # a sum of hs products has hs times their variance: divided by sqrt(hs), it leaves softmax soft
+        wei = q @ k.transpose(-2, -1) * k.shape[-1]**-0.5  # (B, T, hs) @ (B, hs, T) -> (B, T, T)
         tril = torch.tril(torch.ones(T, T, device=x.device))  # row t: ones up to column t
-        wei = wei.masked_fill(tril == 0, float("-inf"))       # the future stays hidden
-        wei = F.softmax(wei, dim=-1)                          # each row sums to one
+        wei = wei.masked_fill(tril == 0, float("-inf"))  # the future stays hidden (without this: an encoder)
+        wei = F.softmax(wei, dim=-1)                     # rows sum to one: equal affinities would average
         wei = self.dropout(wei)
         v = self.value(x)  # (B, T, hs)
         return wei @ v     # (B, T, T) @ (B, T, hs) -> (B, T, hs)
 
 
 class MultiHeadAttention(nn.Module):
-    """ several heads of self-attention in parallel: several conversations about different things """
+    """ several heads side by side, each with something else to look for; their results are concatenated """
 
     def __init__(self, config):
         super().__init__()
@@ -169,7 +172,7 @@ class MultiHeadAttention(nn.Module):
         return self.dropout(self.proj(out))  # (B, T, nh * hs) -> (B, T, C)
 
     def all_at_once(self, x):
-        """ what the loop over heads computes, from the same weights: heads as a batch dimension, faster """
+        """ the same as the loop over heads, from the same weights, faster: heads are a batch dimension """
         # x of shape (B, T, C)
         B, T, C = x.shape
         layers = [h.query for h in self.heads] + [h.key for h in self.heads] + [h.value for h in self.heads]
@@ -200,24 +203,24 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """ a Transformer block: communication, then computation, each on a branch beside the residual stream """
+    """ first the tokens exchange (sa), then each thinks (ffwd); both results are added to x, the residual """
 
     def __init__(self, config):
         super().__init__()
         self.sa = MultiHeadAttention(config)
         self.ffwd = FeedForward(config)
-        self.ln1 = nn.LayerNorm(config.n_embd)
+        self.ln1 = nn.LayerNorm(config.n_embd)  # normalises each token over its channels
         self.ln2 = nn.LayerNorm(config.n_embd)
 
     def forward(self, x):
-        # x of shape (B, T, C)
+        # x of shape (B, T, C); the norm comes before each branch, unlike in the paper of 2017
         x = x + self.sa(self.ln1(x))
         x = x + self.ffwd(self.ln2(x))
         return x
 
 
 class GPTLanguageModel(nn.Module):
-    """ tokens and positions, through the blocks, to a score for every character that could come next """
+    """ from tokens and their positions, through the blocks, to a score for each possible next character """
 
     def __init__(self, config, vocab_size):
         super().__init__()
@@ -227,7 +230,7 @@ class GPTLanguageModel(nn.Module):
         self.blocks = nn.Sequential(*[Block(config) for _ in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, vocab_size)
-        if config.init_std:
+        if config.init_std:  # smaller weights than PyTorch's, so that the first loss is near ln(vocab_size)
             for module in self.modules():
                 if isinstance(module, (nn.Linear, nn.Embedding)):
                     nn.init.normal_(module.weight, mean=0.0, std=config.init_std)
@@ -235,7 +238,7 @@ class GPTLanguageModel(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, idx, targets=None):
-        # idx and targets of shape (B, T), integers
+        # idx and targets of shape (B, T): tokens
         B, T = idx.shape
         tok_emb = self.token_embedding_table(idx)  # (B, T, C): which character it is
         pos_emb = self.position_embedding_table(torch.arange(T, device=idx.device))  # (T, C): where it is
@@ -256,9 +259,9 @@ class GPTLanguageModel(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """
-        idx (B, T) of tokens -> (B, T + max_new_tokens), on the model's device: each new token is drawn from
-        what the model predicts. A temperature below 1 sharpens the prediction, 0 takes the likeliest token;
-        top_k draws among the k likeliest. ValueError: no token, one outside the vocabulary, a setting too.
+        idx (B, T) of tokens -> (B, T + max_new_tokens), on the model's device, each new token drawn from the
+        prediction. A temperature below 1 sharpens it, 0 takes the likeliest token; top_k draws among the k
+        likeliest. ValueError for an empty idx, a token outside the vocabulary, or a setting out of range.
         """
         vocab_size = self.lm_head.out_features
         if idx.numel() == 0 or idx.min() < 0 or idx.max() >= vocab_size:
@@ -270,7 +273,7 @@ class GPTLanguageModel(nn.Module):
         self.eval()  # no dropout while writing
         try:
             for _ in range(max_new_tokens):
-                idx_cond = idx[:, -self.block_size:]  # there are embeddings for block_size positions only
+                idx_cond = idx[:, -self.block_size:]  # later positions would have no embedding
                 logits, loss = self(idx_cond)
                 logits = logits[:, -1, :]  # the last time step: (B, C)
                 if top_k is not None:
@@ -291,7 +294,7 @@ class GPTLanguageModel(nn.Module):
 
 
 def learning_rate(step, config):
-    """ constant, unless the config lets it rise at first, or fall to zero by the last step """
+    """ constant as in the lecture, unless config has it rise at first or fall to zero at the end """
     warmup_iters = min(config.warmup_iters, config.max_iters // 10)
     if step < warmup_iters:
         return config.learning_rate * (step + 1) / warmup_iters
@@ -302,8 +305,8 @@ def learning_rate(step, config):
 
 def train(model, data, config, device, run=None):
     """
-    The training loop, for any model with forward(idx, targets) -> logits, loss; data is as from split_data.
-    `run` prints, saves and can be interrupted; without one, losses are only printed. Returns the reports.
+    The training loop, for any model with forward(idx, targets) -> logits, loss; split_data makes the data.
+    A run prints, saves and can be interrupted; without one the losses are only printed. Returns its reports.
     """
     run = run or Run(model, config)
 
@@ -317,7 +320,7 @@ def train(model, data, config, device, run=None):
     for step in range(run.begin(optimizer), config.max_iters + 1):  # from 0, or from a checkpoint's step
         if step % config.eval_interval == 0 or step == config.max_iters:
             losses = estimate_loss(model, batch, config.eval_iters)
-            run.report(step, losses)  # prints the line, saves best.pt and last.pt
+            run.report(step, losses)  # prints the line, saves checkpoints
         if step == config.max_iters:
             break  # the last turn only measures
 
@@ -351,27 +354,27 @@ RECORD = ["step", "train", "val", "learning_rate", "tokens", "seconds"]  # the c
 
 @dataclass
 class Flags(Config):
-    """ a Config, and how this one run is to go """
+    """ the Config, and how this run works """
     init_from: str = ""  # start from the weights and the vocabulary in which checkpoint? (fine-tuning)
     # running
-    size: str = "auto"  # which set of values? lecture, notebook, laptop (auto: lecture on CUDA, else laptop)
+    size: str = "auto"  # which named size? lecture, notebook, laptop (auto: lecture on CUDA, else laptop)
     device: str = "auto"  # where? cpu, cuda, cuda:1, mps (auto: the fastest that is here)
-    dtype: str = "auto"   # which numbers? float32, bfloat16 (auto: bfloat16 on a CUDA GPU that has it)
+    dtype: str = "auto"  # which type of numbers? float32, bfloat16 (auto: bfloat16 on a CUDA GPU that has it)
     compile: bool = None  # let torch.compile rewrite the model? (default: on CUDA)
     out: str = "out"      # which folder for checkpoints, record and pictures?
     resume: bool = False  # continue the run in --out?
     taste: bool = True    # show at each measurement a line that the model writes?
     # using a model
-    sample: bool = False  # train nothing, and write with the best model in --out?
+    sample: bool = False  # instead of training, write with the best model in --out?
     prompt: str = None    # how does the text begin? (implies --sample; \n: a newline; -: read standard input)
-    stop: str = ""        # before which text does it end? (\n: a newline)
+    stop: str = ""        # stop before which text? (\n: a newline)
     max_new_tokens: int = 500  # how many characters, at most?
     temperature: float = 1.0  # how daring? (0: always the likeliest character)
     top_k: int = None         # choose among how many of the likeliest? (default: all)
     num_samples: int = 1      # how many texts?
     sample_seed: int = None   # which random numbers? (default: new ones each time)
-    score: str = None         # train nothing, and measure the best model in --out on which text file?
-    attention: str = None     # train nothing, and draw where each head looks in which text? (attention.png)
+    score: str = None         # instead of training, measure the best model in --out on which text file?
+    attention: str = None     # instead of training, draw where each head looks in which text? (attention.png)
 
 
 class Diverged(RunFailed):
@@ -383,8 +386,8 @@ class Diverged(RunFailed):
 
 def settle(given, processes, local_rank):
     """
-    The flags given -> (task, flags, checkpoint or None, a line about the size). A value is that of the size,
-    unless the checkpoint has another, unless another is given; UserError where these contradict.
+    The flags given -> (task, flags, checkpoint or None, a line about the size). A value comes from the size,
+    then the checkpoint, then the flags given; the later one wins. UserError where these contradict.
     """
     given = {name: value for name, value in given.items() if (name, value) != ("size", "auto")}
     if "prompt" in given:
@@ -413,13 +416,13 @@ def settle(given, processes, local_rank):
             if given.get(name, start["config"][name]) != start["config"][name]:
                 raise UserError(f"--{name} {given[name]} contradicts {path}, where it is "
                                 f"{start['config'][name]!r}; leave the flag out, or train from the beginning")
-        kept = {name: start["config"][name] for name in (start["config"] if resume or tasks else SHAPE)}
+        wanted = start["config"] if resume or tasks else SHAPE
+        kept = {name: start["config"][name] for name in wanted if name in names}
         why = f"that of {path}"
-    kept = {name: value for name, value in kept.items() if name in names}
     flags = check(Flags(**{**SIZES[size], "size": size, **kept, **given, "device": device}))
     _ = flags.head_size  # UserError if the heads cannot share n_embd
     if resume and start["step"] > flags.max_iters:
-        raise UserError(f"the run in {flags.out} is at step {start['step']}; take a larger --max_iters")
+        raise UserError(f"the run in {flags.out} is at step {start['step']}; use a larger --max_iters")
     if flags.batch_size % processes and not tasks:
         raise UserError(f"{processes} processes cannot share --batch_size {flags.batch_size}; use a multiple")
     return tasks[0] if tasks else "train", flags, start, why
@@ -432,7 +435,7 @@ class Accelerated(nn.Module):
     """
     The model as the training loop sees it: in bfloat16, compiled, one of several processes. Each process
     takes its rows of the batch; a training loss is that of these rows, a measured one the mean over all. The
-    weights are those of the plain model, which is the one to save and to write with.
+    weights are those of the plain model, which is the one to measure, to save and to write with.
     """
 
     def __init__(self, model, config, dtype=None, compiled=False):
@@ -440,11 +443,11 @@ class Accelerated(nn.Module):
         self.model, self.stepper, self.dtype = model, model, dtype
         self.device = model.lm_head.weight.device
         if compiled:
-            note("compiling the model, which can take a minute (--no-compile: without)")
+            note("compiling the model, which can take a minute (--no-compile skips this)")
             self.compile_it(config)
         if world_size() > 1:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch prefer another name
+                warnings.simplefilter("ignore", FutureWarning)  # newer versions rename broadcast_buffers
                 self.stepper = nn.parallel.DistributedDataParallel(self.stepper, broadcast_buffers=False)
 
     def forward(self, idx, targets):
@@ -459,7 +462,7 @@ class Accelerated(nn.Module):
         return logits, loss
 
     def compile_it(self, config):
-        """ use the compiled model, if a trial step works: much fails only then """
+        """ use the compiled model if a trial step works: most failures show only then """
         random = random_state(self.device)
         idx = torch.zeros((config.batch_size, config.block_size), dtype=torch.long, device=self.device)
         try:
@@ -517,7 +520,7 @@ class Run:
                 set_random_state(self.start["random"])
             except Exception as error:
                 raise UserError(f"cannot continue from last.pt in {self.out}: {error}") from None
-        self.optimizer, self.random = optimizer, random_state(self.device)
+        self.optimizer, self.random, self.start = optimizer, random_state(self.device), None
         return self.step
 
     def tick(self):
@@ -552,6 +555,7 @@ class Run:
             more = [f"guessing scores ln({size}) = {math.log(size):.4f}"]
         line = f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
         say(f"{line} ({', '.join(more)})")
+        # the best report may be this one, made again after a resume
         if self.best is None or losses["val"] < self.best["val"] or step == self.best["step"]:
             self.best = self.history[-1]
         if step == self.config.max_iters or self.saving < 1 + 0.03 * (time.monotonic() - self.progress.began):
@@ -591,7 +595,7 @@ class Run:
         """ write best.pt (a model to write with) or last.pt (with all that an exact continuation takes) """
         if not self.out:
             return
-        began = time.monotonic()
+        path, began = self.out / name, time.monotonic()
         state = dict(self.header, chars="".join(self.tokenizer.chars), config=settings(self.config),
                      id=self.id, step=self.step, model=self.model.state_dict())
         if name == "last.pt":
@@ -602,12 +606,11 @@ class Run:
         content = io.BytesIO()
         torch.save(dict(state, checksum=checksum(state)), content)
         try:
-            write_whole(self.out / name, content.getbuffer())
+            write_whole(path, content.getbuffer())
         except OSError as error:
-            remedy = "make room" if is_full(error) else "see to it that it can be written"
-            go_on = "continue with --resume" if (self.out / "last.pt").exists() else "start again"
-            sentence = f"cannot write {self.out / name}: {error.strerror}; {remedy}, then {go_on}"
-            raise RunFailed(sentence) from None
+            remedy = "make room" if is_full(error) else "make it writable"
+            more = "continue with --resume" if (self.out / "last.pt").exists() else "start again"
+            raise RunFailed(f"cannot write {path}: {error.strerror}; {remedy}, then {more}") from None
         self.saving += time.monotonic() - began
 
     def save_record(self):
@@ -633,7 +636,7 @@ def require_finite(step, *losses):
     for loss in losses:
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss} at step {step}; try a lower --learning_rate or --grad_clip 1 "
-                           "(the checkpoints are from before)")
+                           "(the checkpoints date from before that)")
 
 
 # ---- files
@@ -645,7 +648,7 @@ def settings(flags):
 
 
 def checksum(checkpoint):
-    """ of all plain values in it, and of the shapes of its tensors, so that no edited file gets far """
+    """ of the plain values and the shapes of tensors, not the weights: an edited file is found out """
     def plain(value):
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
@@ -673,7 +676,7 @@ def read_checkpoint(path):
 
 
 def origin(path):
-    """ (run, step) that a checkpoint is from; None if there is no telling """
+    """ (run, step) that a checkpoint is from; None if the file does not say """
     with suppress(UserError):
         checkpoint = read_checkpoint(path)
         return checkpoint["id"], checkpoint["step"]
@@ -722,7 +725,7 @@ def stream(model, tokenizer, prompt, max_new_tokens, temperature=1.0, top_k=None
 
 
 def until(stop, characters):
-    """ the characters up to where `stop` begins; as many are held back as it is long, less one """
+    """ the characters before `stop`; its length less one is held back, since that may be its beginning """
     held = ""
     for ch in characters:
         held += ch
@@ -749,7 +752,7 @@ def write_text(model, tokenizer, flags, prompt, interrupts):
 
 @torch.no_grad()
 def score(model, tokens, between=lambda: None):
-    """ the mean loss over tokens (N,) in nats: all but the first predicted once, in windows side by side """
+    """ the mean loss in nats over tokens (N,), each but the first predicted once, in windows side by side """
     T, device = model.block_size, model.lm_head.weight.device
     x, y = tokens[:-1], tokens[1:]
     n = len(x) // T * T  # as much as fills windows of block_size; one shorter window takes the rest
@@ -789,22 +792,20 @@ def use_model(task, flags, start):
         if not flags.attention:
             raise UserError("--attention takes a text of one character or more")
         refuse_unknown(flags.attention, tokenizer, "--attention")
-        text = flags.attention[-min(model.block_size, 40):]  # more could not be read
+        text = flags.attention[-min(model.block_size, 40):]  # more would be too small to read
         if len(text) < len(flags.attention):
             note(f"notice: the picture shows the last {len(text)} characters")
         maps = attention_maps(model, tokenizer, text)
         Path(flags.out).mkdir(parents=True, exist_ok=True)
         try:
             draw_attention(maps, text, Path(flags.out) / "attention.png")
-        except OSError:
-            raise
-        except Exception as error:  # matplotlib fails in many ways
-            raise UserError(f'a picture takes matplotlib ({error}): pip install -e ".[plot]"') from None
+        except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # so matplotlib fails
+            raise UserError(f'--attention needs matplotlib ({error}): pip install -e ".[plot]"') from None
     elif task == "score":
         text = read_text(flags.score)
         refuse_unknown(text, tokenizer, flags.score)
         if len(text) < 2:
-            raise UserError(f"{flags.score} is too short to measure; take two characters or more")
+            raise UserError(f"{flags.score} is too short to measure; use two characters or more")
         loss = score(model, torch.from_numpy(encode_text(text, tokenizer.stoi)))
         say(f"{flags.score}: {len(text):,} characters, {loss:.4f} nats per character, "
             f"{loss / math.log(2):.4f} bits per character, perplexity {math.exp(loss):.4f}")
@@ -831,8 +832,8 @@ def prepare(flags, start, name, text):
     digest = hashlib.sha256(data["train"].numpy())
     digest.update(data["val"].numpy())
     if flags.resume and digest.hexdigest() != start["sha256"]:
-        raise UserError(f"{name} is not the text that the run in {flags.out} learns ({start['text']}); for "
-                        f"another text start with --init_from {flags.out}/best.pt and another --out")
+        raise UserError(f"{name} is not the text that the run in {flags.out} trains on ({start['text']}); to "
+                        f"train on another, use --init_from {flags.out}/best.pt and another --out")
     return tokenizer, data, {"text": name, "sha256": digest.hexdigest()}
 
 
@@ -880,7 +881,7 @@ def train_and_sample(flags, start, why, given, tokenizer, data, header):
         torch.manual_seed(flags.seed if flags.sample_seed is None else flags.sample_seed)
         write_text(model, tokenizer, flags, "", interrupts)
     if header["text"] == MANUAL:
-        note(f"notice: it learned {MANUAL}, not Shakespeare. {BY_HAND}")
+        note(f"notice: the model learned {MANUAL}, not Shakespeare. {BY_HAND}")
     say(f"\nfiles:  in {out}: best.pt (the best model), last.pt (to continue), loss.csv (the record)")
     say(f"write:  {command(given, '--sample')}")
     try:
@@ -909,7 +910,7 @@ def perform(parser, given, number, processes, local_rank):
             if processes > 1:
                 join()  # let the others go
                 leave()
-            with plain_errors(parser, "take a smaller model, or --device cpu"):
+            with plain_errors(parser, "use a smaller model, or --device cpu"):
                 use_model(task, flags, start)
         return
     with claimed(Path(flags.out)) if number == 0 else nullcontext():
@@ -922,15 +923,16 @@ def perform(parser, given, number, processes, local_rank):
             if number == 0:
                 join()
             torch.distributed.broadcast_object_list(found)
-            prepared = prepare(flags, start, *found[0])
-        found.clear()  # a long text need not stay
+            if number:
+                prepared = prepare(flags, start, *found[0])
+        found.clear()  # frees a long text
         train_and_sample(flags, start, why, given, *prepared)
 
 
 def main(argv=None):
-    """ the program; random numbers, signals and streams are afterwards as they were """
+    """ the program; the CPU's random numbers and the signal handlers are left as they were found """
     parser = make_parser(Flags, __doc__, SIZES)
-    remedy = "lower --batch_size first, then --block_size or --n_embd, or take --size laptop"
+    remedy = "lower --batch_size first, then --block_size or --n_embd, or use --size laptop"
     with plain_errors(parser, remedy):
         try:
             number, processes, local_rank = launched()

@@ -19,7 +19,7 @@ def explain(error, remedy):
     """ one sentence for an error of the machine, with the remedy if it lacks memory; None for any other """
     memory = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|Storage size calculation overflow"
     if "no kernel image is available" in str(error):
-        return "this build of torch has no kernels for this GPU; install another build, or take --device cpu"
+        return "this build of torch has no kernels for this GPU; install another build, or use --device cpu"
     if isinstance(error, MemoryError) or re.search(memory, str(error)):
         return f"out of memory; {remedy}"
     return None
@@ -37,7 +37,7 @@ def plain_errors(parser, remedy):
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        pass  # whoever read our output has left
+        pass  # the reader of our output is gone, as after `| head`
     except OSError as error:
         parser.exit(1, f"{parser.prog}: cannot continue: {error}\n")
     except (MemoryError, RuntimeError) as error:

@@ -52,7 +52,7 @@ def claimed(folder):
         except ImportError:
             pass
         except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN):  # others: there is no telling
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN):  # others say nothing
                 raise UserError(f"another run is writing to {folder}; wait, or name another --out") from None
         yield
 

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 from data.errors import UserError
 
-LIMITS = {  # what a flag takes: one of these words, or numbers from the first to under the second
+LIMITS = {  # a flag's values: one of these words, or numbers from the first up to but not the second
     **dict.fromkeys("n_layer n_head".split(), (1, 1001)),
     **dict.fromkeys("n_embd block_size batch_size eval_interval".split(), (1, 2**62)),
     **dict.fromkeys("eval_iters num_samples top_k".split(), (1, 2**62)),
@@ -40,12 +40,12 @@ def make_parser(config_class, description, sizes):
             question += f" [{default}]"
         how = dict(type=types[name], metavar=types[name].__name__.upper())
         if types[name] is bool:
-            how = dict(type=truth, nargs="?", const=True, metavar="BOOL")
+            how = dict(type=true_or_false, nargs="?", const=True, metavar="BOOL")
         group.add_argument(f"--{name}", help=question.replace("%", "%%"), **how)
     return parser
 
 
-def truth(word):
+def true_or_false(word):
     """ "True", "false", ... -> a bool; ValueError for another word """
     return bool(["false", "true"].index(word.lower()))
 
@@ -65,5 +65,5 @@ def check(config):
         if isinstance(takes, list) and value not in takes:
             raise UserError(f"--{name} {value} is not one of: {', '.join(takes)}")
         if isinstance(takes, tuple) and value is not None and not takes[0] <= value < takes[1]:  # true of nan
-            raise UserError(f"--{name} {value} is out of range; it takes from {takes[0]} to under {takes[1]}")
+            raise UserError(f"--{name} is {value}, but must be at least {takes[0]} and below {takes[1]}")
     return config

@@ -15,13 +15,13 @@ def pick_device(name, local_rank=0):
     fastest = f"cuda:{local_rank}" if here[0] == "cuda:0" else here[0]  # a GPU for each process
     found = fastest if name == "auto" or name == "cuda" and "cuda" in fastest else name
     if found not in here:
-        raise UserError(f"--device {name} does not work here with torch {torch.__version__}; take one of: "
+        raise UserError(f"--device {name} does not work here with torch {torch.__version__}; use one of: "
                         f"{', '.join(here)}")
     return found
 
 
 def pick_dtype(wanted, device):
-    """ the type for autocast: bfloat16, or None for float32 everywhere; UserError if it is not to be had """
+    """ the type for autocast: bfloat16, or None for float32 everywhere; UserError if the device lacks it """
     cuda = device.startswith("cuda")
     able = device == "cpu" or cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     if wanted == "bfloat16" and not able:

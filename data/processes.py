@@ -10,10 +10,10 @@ from data.errors import UserError
 
 
 def launched():
-    """ (rank, number of processes, rank on this machine), as torchrun says; UserError for its leftovers """
+    """ (rank, number of processes, rank on this machine), from torchrun; UserError for what it left over """
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
     if torch.distributed.is_available() and torch.distributed.is_torchelastic_launched():
-        return [int(os.environ[name]) for name in names]
+        return tuple(int(os.environ[name]) for name in names)
     if found := [name for name in names if name in os.environ]:
         raise UserError(f"the environment has {found[0]}={os.environ[found[0]]}, but torchrun did not start "
                         f"this process; unset {' and '.join(found)}, or start with torchrun")

@@ -36,7 +36,7 @@ def note(text):
     """ a line on standard error, from process 0 """
     if rank() == 0:
         status("")
-        with suppress(OSError):  # of a terminal that is gone
+        with suppress(OSError):  # the terminal may be gone
             print(text, file=sys.stderr, flush=True)
 
 
@@ -74,11 +74,11 @@ class Progress:
         self.done, self.steps, self.seconds = 0, 0, 0.0  # seconds: in training steps
         self.recent_steps, self.recent_seconds, self.fastest, self.warned = 0, 0.0, math.inf, False
         self.began = self.now = time.monotonic()
-        self.since, self.done_since = self.began, 0  # from when on work is counted: the first pass is slow
+        self.since, self.done_since = self.began, 0  # work is counted after the first pass, which is slow
         self.next_line = self.began + 0.5
 
     def tick(self, work, text):
-        """ work of so many forward passes begins; on a terminal one line moves, elsewhere a few pass """
+        """ `work` forward passes begin: a line that changes on a terminal, elsewhere a new one every 10 s """
         self.now = time.monotonic()
         if self.done == 0:
             self.next_line = self.now + 0.5
@@ -100,8 +100,8 @@ class Progress:
             sharing = device.type == "cpu" and torch.get_num_threads() > 1
             if pace > 3 * self.fastest and sharing and not self.warned:
                 self.warned = True
-                note(f"notice: steps take {pace / self.fastest:.0f} times as long as before, so another "
-                     "program may be busy; with OMP_NUM_THREADS=1 in the environment a run shares better")
+                note(f"notice: steps take {pace / self.fastest:.0f} times as long as before; another program "
+                     "may be busy. OMP_NUM_THREADS=1 in the environment lets this run share the CPU better")
 
     def speed(self):
         """ what can be said of the speed: the tokens per second, the time left """
@@ -134,7 +134,7 @@ class Interrupts:
         self.asked = int(number)
         self.__exit__()
         with suppress(RuntimeError):  # in the middle of another print
-            note("\nstopping when this step is done; once more stops at once")
+            note("\nstopping soon; a second Ctrl+C or signal stops at once")
 
     def check(self):
         """ Interrupted, in all processes at the same step, once one of them was asked to stop """

@@ -48,13 +48,13 @@ def read_text(path):
 
 def decode_text(file, name):
     """ the characters in a binary file that contains UTF-8; every line ending becomes a newline """
-    pieces = io.TextIOWrapper(file, encoding="utf-8")
-    with suppress(UnicodeDecodeError):
-        text = "".join([piece.replace("\ufeff", "") for piece in iter(lambda: pieces.read(1 << 20), "")])
-        if "\0" not in text:
-            return text
-    file.seek(0)
-    content = file.read()
+    with io.TextIOWrapper(file, encoding="utf-8") as pieces:
+        with suppress(UnicodeDecodeError):
+            text = "".join([piece.replace("\ufeff", "") for piece in iter(lambda: pieces.read(1 << 20), "")])
+            if "\0" not in text:
+                return text
+        file.seek(0)
+        content = file.read()
     try:
         content.decode()
         bad = content.index(0)
@@ -65,7 +65,7 @@ def decode_text(file, name):
 
 
 def encode_text(text, stoi):
-    """ [stoi[ch] for ch in text], fast: an array (N,) of the smallest integers that hold all of stoi's """
+    """ [stoi[ch] for ch in text], fast: an array (N,) of the smallest integers; a stranger becomes 0 """
     dtype = next(t for t in (np.uint8, np.int16, np.int32) if len(stoi) <= np.iinfo(t).max + 1)
     table = np.zeros(sys.maxunicode + 1, dtype)
     table[[ord(ch) for ch in stoi]] = list(stoi.values())
@@ -81,5 +81,5 @@ def check_length(name, data, block_size):
     train, val = len(data["train"]), len(data["val"])
     if min(train, val) <= block_size:
         raise UserError(f"{name} is too short: of its {train + val:,} characters {train:,} are to train and "
-                        f"{val:,} to validate, and each must be more than block_size {block_size}; take "
+                        f"{val:,} to validate, and each must be more than block_size {block_size}; use "
                         f"{10 * block_size + 1:,} characters or more, or a smaller --block_size")

@@ -1,7 +1,7 @@
 """
 Speed, side by side in one quiet run: machines are noisy, so look at the ratios. No test: nothing can fail.
 
-    python tests/benchmark.py                  steps, their profile, the start, generation
+    python tests/benchmark.py                  steps and generation
     python tests/benchmark.py laptop           the laptop size against a well-known recipe
     python tests/benchmark.py company          a run beside a busy program, by settings of its waiting threads
     python tests/benchmark.py bfloat16         the lecture and the laptop size in bfloat16 on this CPU
@@ -78,35 +78,6 @@ def bfloat16():
         print(f"  {size}:")
         compare(3, bfloat16=partial(tokens_per_second, count, dtype=torch.bfloat16, size=size),
                 float32=partial(tokens_per_second, count, size=size))
-
-
-def profile():
-    """ where the time of a training step goes """
-    for fused in (True, False):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            tokens_per_second(20, fused=fused, **SMALL)
-        times = {event.key: event.self_cpu_time_total for event in profiler.key_averages()}
-        products = [t for key, t in times.items() if re.search(r"::(addmm|mm|bmm)$|scaled_dot_product", key)]
-        share = sum(products) / sum(times.values())
-        print(f"  {'default' if fused else '--no-fused':12} {share:4.0%} in matrix products and attention")
-
-
-def start():
-    """ from the command to the first line on the screen """
-    times = []
-    for _ in range(3):
-        begin = time.monotonic()
-        with tempfile.TemporaryDirectory() as out:
-            command = [sys.executable, "-u", str(ROOT / "gpt.py"), "--out", out]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-            process.stdout.readline()
-            times.append(time.monotonic() - begin)
-            process.kill()
-            process.wait()
-    begin = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    alone = time.monotonic() - begin
-    print(f"  first line after {statistics.median(times):.1f} s; `import torch` alone takes {alone:.1f} s")
 
 
 @torch.no_grad()
@@ -227,7 +198,7 @@ def gpu():
 
 def main():
     print(machine())
-    for part in [globals()[name] for name in sys.argv[1:]] or [steps, profile, start, generation]:
+    for part in [globals()[name] for name in sys.argv[1:]] or [steps, generation]:
         print(f"{part.__name__}: {part.__doc__}")
         part()
 

@@ -60,5 +60,5 @@ def test_one_chunk_in_each_split_is_enough_and_one_character_less_is_not():
     assert (len(data["train"]), len(data["val"])) == (72, 9)
     check_length("it", data, 8)
     gpt.get_batch(data["val"], FOUR_BY_EIGHT, "cpu")
-    with pytest.raises(gpt.UserError, match="80 characters 72 .* 8 to validate.*block_size 8.*take 81"):
+    with pytest.raises(gpt.UserError, match="80 characters 72 .* 8 to validate.*block_size 8.*use 81"):
         check_length("it", gpt.split_data(text[:-1], gpt.Tokenizer(text)), 8)

@@ -102,5 +102,5 @@ def test_a_model_keeps_its_parameters_and_no_mask_however_long_its_context_is(fu
 
 
 def test_channels_that_the_heads_cannot_share_are_refused_in_a_notebook_too():
-    with pytest.raises(gpt.UserError, match="n_embd 65 is not a multiple of n_head 4; take n_embd 64"):
+    with pytest.raises(gpt.UserError, match="n_embd 65 is not a multiple of n_head 4; use n_embd 64"):
         gpt.GPTLanguageModel(gpt.Config(n_embd=65, n_head=4), 65)

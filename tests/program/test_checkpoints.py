@@ -86,7 +86,7 @@ def test_the_same_command_line_continues_with_resume_at_its_end(trained, tmp_pat
 
 def test_resume_without_something_to_continue_says_why_and_makes_nothing(own):
     sentence = refusal("--resume", "--out", own / "out", "--max_iters", 10)
-    assert "is at step 20; take a larger --max_iters" in sentence
+    assert "is at step 20; use a larger --max_iters" in sentence
     sentence = refusal("--resume", "--out", own / "none")
     assert f"there is no {own / 'none/last.pt'}; train first" in sentence and not (own / "none").exists()
     (own / "out/best.pt").replace(own / "out/last.pt")
@@ -98,7 +98,7 @@ def test_resume_refuses_another_text_of_another_or_of_the_same_length(own, text)
     other, before = own / "other.txt", contents(own / "out")
     other.write_text(text, encoding="utf-8", newline="\n")
     sentence = refusal(*NEXT, "--out", own / "out", "--data", other)
-    assert f"{other} is not the text that the run in {own / 'out'} learns" in sentence
+    assert f"{other} is not the text that the run in {own / 'out'} trains on" in sentence
     assert "--init_from" in sentence and contents(own / "out") == before
 
 

@@ -212,11 +212,11 @@ def test_without_a_source_the_remedy_is_said_and_both_scripts_learn_pythons_manu
     before, after = done.out.split("step 0:")
     assert all(f"  {url}: " in before for url in data.download.SOURCES) and f"text:   {MANUAL}, " in before
     assert f"notice: so the text is {MANUAL}, not Shakespeare. By hand: save " in before
-    assert f"notice: it learned {MANUAL}, not Shakespeare." in after.split("the best model writes:")[1]
+    assert f"notice: the model learned {MANUAL}, not Shakespeare." in after.split("the best model writes:")[1]
     assert [checkpoint(tmp_path / f"out/{name}.pt")["text"] for name in ("best", "last")] == [MANUAL] * 2
     few = "--max_iters 2 --eval_iters 1 --max_new_tokens 5 --device cpu".split()
     done = run(*few, command=["bigram.py"], root=project, env=OFFLINE)
-    assert f"{MANUAL} on cpu" in done.out and f"it learned {MANUAL}, not Shakespeare" in done.err
+    assert f"{MANUAL} on cpu" in done.out and f"the model learned {MANUAL}, not Shakespeare" in done.err
     assert not list(project.glob("*input.txt*"))
 
 

@@ -71,12 +71,12 @@ def test_the_defaults_are_the_lectures():
     ("--max_iter 3", "unrecognized arguments: --max_iter 3"),
     ("--max_iters 10.5", "argument --max_iters: invalid int value: '10.5'"),
     ("--max_iters", "argument --max_iters: expected one argument"),
-    ("--compile maybe", "argument --compile: invalid truth value: 'maybe'"),
+    ("--compile maybe", "argument --compile: invalid true_or_false value: 'maybe'"),
     ("shakespeare.txt", "unrecognized arguments: shakespeare.txt"),
     ("--size huge", "--size huge is not one of: auto, lecture, notebook, laptop"),
     ("--dtype int8", "--dtype int8 is not one of: auto, float32, bfloat16"),
-    ("--n_embd 65 --n_head 4", "n_embd 65 is not a multiple of n_head 4; take n_embd 64"),
-    ("--n_embd 3 --n_head 4", "n_embd 3 is not a multiple of n_head 4; take n_embd 4")])
+    ("--n_embd 65 --n_head 4", "n_embd 65 is not a multiple of n_head 4; use n_embd 64"),
+    ("--n_embd 3 --n_head 4", "n_embd 3 is not a multiple of n_head 4; use n_embd 4")])
 def test_a_misspelled_flag_or_an_impossible_value_is_one_sentence(words, sentence):
     assert refusal(*words.split(), *NOWHERE) == sentence
 
@@ -97,7 +97,7 @@ def test_a_number_out_of_range_is_answered_before_the_text_is_touched(name):
         if hasattr(config, name):
             for number in outside:
                 sentence = refusal(f"--{name}={number}", *NOWHERE, main=module.main)
-                assert re.fullmatch(rf"--{name} \S+ is out of range; it takes from \d to under \w+", sentence)
+                assert re.fullmatch(rf"--{name} is \S+, but must be at least \d and below \w+", sentence)
             for number in inside:
                 check(config(**{name: number}))
 
@@ -147,7 +147,7 @@ def test_auto_takes_the_fastest_device_that_is_here_and_another_is_one_sentence_
     for name in "abc cuda cuda:0 cuda:7 mps".split():
         for main in (gpt.main, bigram.main):
             assert refusal("--device", name, *NOWHERE, main=main) == (
-                f"--device {name} does not work here with torch {torch.__version__}; take one of: cpu")
+                f"--device {name} does not work here with torch {torch.__version__}; use one of: cpu")
     assert pick_device("auto") == "cpu"
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert pick_device("auto") == pick_device("mps") == "mps"
@@ -155,7 +155,7 @@ def test_auto_takes_the_fastest_device_that_is_here_and_another_is_one_sentence_
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert pick_device("auto") == pick_device("cuda") == "cuda:0" and pick_device("auto", 1) == "cuda:1"
     assert [pick_device(name) for name in ("cuda:1", "cpu", "mps")] == ["cuda:1", "cpu", "mps"]
-    with pytest.raises(UserError, match="take one of: cuda:0, cuda:1, mps, cpu$"):
+    with pytest.raises(UserError, match="use one of: cuda:0, cuda:1, mps, cpu$"):
         pick_device("cuda:2")
 
 
@@ -241,11 +241,11 @@ def test_a_lack_of_memory_or_kernels_is_one_sentence_with_a_remedy(trained, tmp_
     for main, args, remedy in [
             (gpt.main, tiny(tmp_path), "lower --batch_size first, then --block_size or --n_embd, or "),
             (gpt.main, tiny(tmp_path, "--compile"), "lower --batch_size first, then "),
-            (gpt.main, ["--sample", "--out", trained / "out"], "take a smaller model, or --device cpu"),
+            (gpt.main, ["--sample", "--out", trained / "out"], "use a smaller model, or --device cpu"),
             (bigram.main, ["--data", __file__], "lower --batch_size or --block_size")]:
         done = call(*args, "--device", "cpu", main=main)
         assert done.code == 1 and "Traceback" not in done.err and "torch.compile does not" not in done.err
-        sentence = "this build of torch has no kernels for this GPU; install another build, or take --device "
+        sentence = "this build of torch has no kernels for this GPU; install another build, or use --device "
         sentence = sentence if str(error) == KERNELS else f"out of memory; {remedy}"
         assert done.err.splitlines()[-1].split(": ", 1)[1].startswith(sentence)
 

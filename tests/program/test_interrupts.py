@@ -50,7 +50,7 @@ def test_a_signal_saves_after_the_step_and_the_rest_prints_the_same_digits(
         at_batch(patch, batch, lambda: send(number))
         done = call(*tiny(tmp_path, *LIVELY))
     assert done.code == 128 + number and heard == [] and "Traceback" not in done.err
-    assert "\nstopping when this step is done; once more stops at once\n" in done.err
+    assert "\nstopping soon; a second Ctrl+C or signal stops at once\n" in done.err
     note = re.search(r"^stopped at step (\d+) and saved; to continue: (.+)$", done.err, re.MULTILINE)
     assert int(note[1]) == checkpoint(tmp_path / "out/last.pt")["step"] == step
     rest = good(*shlex.split(note[2])[2:], "--max_new_tokens", 2, "--no-taste")
@@ -126,7 +126,7 @@ def test_a_second_ctrl_c_ends_a_process_at_once(tmp_path):
     first_lines(process, "step 0:")
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)
-    while b"stopping when this step is done; once more stops at once\n" != process.stderr.readline():
+    while b"stopping soon; a second Ctrl+C or signal stops at once\n" != process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     done = ended(process, 20)

@@ -213,8 +213,8 @@ def test_a_record_that_cannot_be_written_is_a_notice_and_the_training_continues(
     ("best.pt", "ENOSPC", "make room"),
     ("last.pt", "ENOSPC", "make room"),
     ("last.pt", "EDQUOT", "make room"),
-    ("best.pt", "EACCES", "see to it that it can be written"),
-    ("last.pt", "EROFS",  "see to it that it can be written")])
+    ("best.pt", "EACCES", "make it writable"),
+    ("last.pt", "EROFS",  "make it writable")])
 def test_a_checkpoint_that_cannot_be_written_is_one_sentence_that_fits_the_reason(
         own, tmp_path, held, name, reason, remedy):
     number, old = getattr(errno, reason), (own / "out" / name).read_bytes()

@@ -90,12 +90,12 @@ def test_a_text_that_is_too_short_is_answered_with_the_least_length_which_works(
     for length, train, val in [(80, 72, 8), (0, 0, 0)]:
         assert refused(tmp_path, small_text(length)) == (
             f"is too short: of its {length} characters {train} are to train and {val} to validate, and each "
-            "must be more than block_size 8; take 81 characters or more, or a smaller --block_size")
+            "must be more than block_size 8; use 81 characters or more, or a smaller --block_size")
     assert len(steps(good(*tiny(tmp_path, data=write(tmp_path, small_text(81)))).out)) == 3
     for block_size in range(1, 40):
         least = 10 * block_size + 1
         check_length("own", gpt.split_data("a" * least, gpt.Tokenizer("a")), block_size)
-        with pytest.raises(UserError, match=f"take {least} characters"):
+        with pytest.raises(UserError, match=f"use {least} characters"):
             check_length("own", gpt.split_data("a" * (least - 1), gpt.Tokenizer("a")), block_size)
 
 

@@ -104,7 +104,7 @@ def test_glyphs_that_the_font_lacks_are_one_sentence(tmp_path, recwarn):
     good(*tiny(tmp_path, data=tmp_path / "text.txt"))
     done = good("--attention", "你好世界", "--out", tmp_path / "out", "--device", "cpu")
     assert done.err.count("\n") == 2 and done.err.startswith("notice: the font of the picture lacks some ")
-    assert not [warning for warning in recwarn if "lyph" in str(warning.message)]
+    assert not [str(warning) for warning in recwarn]
 
 
 def test_without_matplotlib_a_run_says_nothing_and_attention_is_an_error(drawn, tmp_path, monkeypatch):
@@ -116,7 +116,7 @@ def test_without_matplotlib_a_run_says_nothing_and_attention_is_an_error(drawn, 
     one, two = (checkpoint(folder / "best.pt")["model"] for folder in (drawn[0], out))
     assert all(one[name].equal(two[name]) for name in one)
     sentence = refusal("--attention", "the cat", "--out", out, "--device", "cpu")
-    assert sentence.startswith("a picture takes matplotlib") and sentence.endswith('pip install -e ".[plot]"')
+    assert sentence.startswith("--attention needs matplotlib") and sentence.endswith("pip install -e \".[plot]\"")
 
 
 @pytest.mark.parametrize("error", [ImportError("another numpy"), ValueError("no latex")])

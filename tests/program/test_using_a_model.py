@@ -141,7 +141,7 @@ def test_score_is_the_mean_loss_in_several_units_and_no_file_is_written(out, tmp
     path.write_text("at")
     assert f"{path}: 2 characters, " in good("--score", path, "--out", out).out
     path.write_text("a")
-    assert refusal("--score", path, "--out", out).startswith(f"{path} is too short to measure; take two ")
+    assert refusal("--score", path, "--out", out).startswith(f"{path} is too short to measure; use two ")
     write(out)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()} == before
 
