@@ -77,8 +77,8 @@ LESSON = [
     ("integers too small", T, "np.iinfo(t).max + 1)", "np.iinfo(t).max + 2)"),
     ("text too short accepted", T, "if min(train, val) <= block_size:", "if min(train, val) < block_size:"),
     ("byte order mark kept", T, '.replace("\\ufeff", "")', ""),
-    ("carriage returns kept", T, '.replace("\\r", "\\n")', ""),
-    ("NUL bytes accepted", T, "content.find(0)", "-1"),
+    ("carriage returns kept", T, 'encoding="utf-8") as pieces', 'encoding="utf-8", newline="") as pieces'),
+    ("NUL bytes accepted", T, 'if "\\0" not in text:', "if True:"),
     # loss and training
     ("estimate in train mode", BOTH, "    model.eval()\n    for split", "    for split"),
     ("mode not restored after the estimate", BOTH, "    model.train()\n    return out", "    return out"),
