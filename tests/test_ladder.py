@@ -155,8 +155,8 @@ def climb(rung, data, max_iters):
 def test_each_rung_of_the_lecture_gives_its_numbers(rung, data):
     record = RECORD[rung]
     for row, (step, train, val) in zip(climb(rung, data, record[-1][0]), record, strict=True):
-        # processors round differently, and the difference grows over thousands of steps
-        tolerance = 6e-5 if step == 0 else 0.002 if step <= 1000 else 0.015
+        # processors round differently: without AVX the difference was 0.0016 at step 1000 and 0.0036 at 3500
+        tolerance = 6e-5 if step == 0 else 0.002 if step <= 500 else 0.004 if step <= 1000 else 0.015
         assert (row["step"], row["train"], row["val"]) == (
             step, pytest.approx(train, abs=tolerance), pytest.approx(val, abs=tolerance))
 
