@@ -127,8 +127,8 @@ PROGRAM = [
     ("resume with the file's settings", G, '"param_groups": groups', '"param_groups": groups'
      ' and [dict(group, weight_decay=0.01, betas=(0.9, 0.999)) for group in groups]'),
     ("resume without random state", G, 'set_random_state(self.start["random"])', "pass"),
-    ("random state taken too late", G, "        run.stepped(step, loss)",
-     "        torch.rand(1), run.stepped(step, loss)"),
+    ("random state of the beginning kept", G, "self.step, self.random = step + 1, random_state(self.device)",
+     "self.step = step + 1"),
     ("resume with another text", G, 'digest.hexdigest() != start["sha256"]', "False"),
     ("resume of any step", G, 'if resume and start["step"] > flags.max_iters:', "if False:"),
     ("a contradicting flag ignored", G, 'if given.get(name, start["config"][name]) != start["config"][name]:',

@@ -35,7 +35,7 @@ def heard():
 
 def send(*numbers):
     for number in numbers:
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)  # to this thread, and so before the next line
 
 
 # ---- in this process, at a chosen moment
