@@ -1,7 +1,7 @@
 """
 Speed, side by side in one quiet run: machines are noisy, so look at the ratios. No test: nothing can fail.
 
-    python tests/benchmark.py                  steps and generation
+    python tests/benchmark.py                  all heads at once against the loop over heads
     python tests/benchmark.py laptop           the laptop size against a well-known recipe
     python tests/benchmark.py company          a run beside a busy program, by settings of its waiting threads
     python tests/benchmark.py bfloat16         the lecture and the laptop size in bfloat16 on this CPU
@@ -78,34 +78,6 @@ def bfloat16():
         print(f"  {size}:")
         compare(3, bfloat16=partial(tokens_per_second, count, dtype=torch.bfloat16, size=size),
                 float32=partial(tokens_per_second, count, size=size))
-
-
-@torch.no_grad()
-def naive(model, idx, count):
-    """ the lecture's own loop: the scores of all positions of the window at every step """
-    for _ in range(count):
-        logits, _ = model(idx[:, -model.block_size:])
-        probs = torch.softmax(logits[:, -1, :], dim=-1)
-        idx = torch.cat((idx, torch.multinomial(probs, num_samples=1)), dim=1)
-    return idx
-
-
-def generation(device="cpu", count=30):
-    """ generate against the naive loop, at the lecture's size, with a full window """
-    model = gpt.GPTLanguageModel(gpt.Config(), 65).to(device).eval()
-    idx = torch.randint(65, (1, 256), device=device)
-    ratios, rates = [], []
-    for _ in range(5):
-        seconds, texts = [], []
-        for write in (naive, gpt.GPTLanguageModel.generate):
-            torch.manual_seed(1)
-            begin = time.monotonic()
-            texts.append(write(model, idx, count).tolist())
-            seconds.append(time.monotonic() - begin)
-        assert texts[0] == texts[1]
-        ratios.append(seconds[0] / seconds[1])
-        rates.append(1000 * seconds[1] / count)
-    print(f"  {statistics.median(rates):.1f} ms a character; naive / ours {statistics.median(ratios):.2f}")
 
 
 def whole_run(*flags):
@@ -186,19 +158,18 @@ def texts():
 
 
 def gpu():
-    """ at most eight minutes: the default run, the lecture's loop against the default, generation """
+    """ at most eight minutes: the default run, and the default's steps against the lecture's """
     seconds, screen = whole_run()
     print(f"{screen}\n  default run: {seconds:.0f} s")
     device = gpt.pick_device("cuda")
     dtype = gpt.pick_dtype("auto", device)
     compare(1, default=partial(tokens_per_second, 400, device, dtype, compiled=True, size="lecture"),
             lecture=partial(tokens_per_second, 100, device, size="lecture", fused=False))
-    generation(device, 256)
 
 
 def main():
     print(machine())
-    for part in [globals()[name] for name in sys.argv[1:]] or [steps, generation]:
+    for part in [globals()[name] for name in sys.argv[1:]] or [steps]:
         print(f"{part.__name__}: {part.__doc__}")
         part()
 

@@ -23,7 +23,6 @@ SCALE = "k.transpose(-2, -1) * k.shape[-1]**-0.5"
 LESSON = [
     # attention
     ("scale by n_embd", G, SCALE, "k.transpose(-2, -1) * C**-0.5"),
-    ("no scale", G, SCALE, "k.transpose(-2, -1)"),
     ("mask off by one", G, "torch.tril(torch.ones(T, T, device=x.device))",
      "torch.tril(torch.ones(T, T), 1)"),
     ("mask dropped", G, "wei = wei.masked_fill(", "wei.masked_fill("),
@@ -57,11 +56,8 @@ LESSON = [
     ("positions dropped", G, "x = tok_emb + pos_emb", "x = tok_emb + 0 * pos_emb"),
     ("positions reversed", G, "torch.arange(T, device=idx.device)",
      "torch.arange(T, device=idx.device).flip(0)"),
-    ("initial weights too wide", G, "mean=0.0, std=config.init_std", "mean=0.0, std=10 * config.init_std"),
     ("biases keep their start", G, "nn.init.zeros_(module.bias)", "pass"),
     ("targets in another order", G, "targets = targets.view(B*T)", "targets = targets.t().reshape(B*T)"),
-    ("targets of the bigram in another order", B, "targets = targets.view(B*T)",
-     "targets = targets.t().reshape(B*T)"),
     # data
     ("targets not shifted", BOTH, "data[places + 1]", "data[places]"),
     ("targets shifted twice", BOTH, "data[places + 1]", "data[(places + 2) % len(data)]"),
