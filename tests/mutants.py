@@ -46,9 +46,7 @@ LESSON = [
     ("head_size of a wrong width", G, "        if self.n_embd % self.n_head:", "        if False:"),
     # blocks and the model
     ("residual dropped", G, "x = x + self.sa(self.ln1(x))", "x = self.sa(self.ln1(x))"),
-    ("second residual dropped", G, "x = x + self.ffwd(self.ln2(x))", "x = self.ffwd(self.ln2(x))"),
     ("post-norm", G, "x = x + self.sa(self.ln1(x))", "x = self.ln1(x + self.sa(x))"),
-    ("norm missing before the feed-forward", G, "self.ffwd(self.ln2(x))", "self.ffwd(x)"),
     ("one norm used twice", G, "self.ffwd(self.ln2(x))", "self.ffwd(self.ln1(x))"),
     ("final norm missing", G, "x = self.ln_f(x) ", "x = x "),
     ("GELU for ReLU", G, "nn.ReLU(),", "nn.GELU(),"),
