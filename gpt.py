@@ -31,7 +31,7 @@ from data.errors import RunFailed, UserError, explain, plain_errors, run_script
 from data.files import claimed, is_full, move_aside, write_whole
 from data.flags import check, make_parser, parse
 from data.machine import pick_device, pick_dtype, random_state, set_random_state
-from data.pictures import draw_attention, draw_loss
+from data.pictures import attention_maps, draw_attention, draw_loss
 from data.processes import join, launched, leave, rank, world_size
 from data.screen import Interrupted, Interrupts, Progress, clock, listed, note, say, show
 from data.text import BY_HAND, MANUAL, check_length, decode_text, encode_text, find_text, read_text
@@ -394,8 +394,9 @@ def settle(given, processes, local_rank):
         given["sample"] = True
     tasks = [name for name in ("sample", "score", "attention") if given.get(name) not in (None, False)]
     names = [f.name for f in fields(Flags)]
-    for_training = set(names[:names.index("sample")]) - {"init_from", "device", "out", *SHAPE}
-    if tasks and (others := tasks[1:] + sorted(for_training & set(given))):
+    fitting = {"init_from", "device", "out", *SHAPE, *tasks[:1]}
+    fitting |= set(names[names.index("sample"):]) if tasks[:1] == ["sample"] else set()
+    if tasks and (others := tasks[1:] + sorted(set(given) - fitting)):
         raise UserError(f"--{tasks[0]} and --{others[0]} are for different tasks; leave one of them out")
 
     several_without_cuda = processes > 1 and not torch.cuda.is_available()
@@ -412,7 +413,7 @@ def settle(given, processes, local_rank):
         start = read_checkpoint(path)
         if resume and "optimizer" not in start:
             raise UserError(f"{path} is a model, not a run to continue; start from it with --init_from")
-        for name in SHAPE + (["seed", "init_std", "size", "init_from"] if resume else []):
+        for name in SHAPE + ["init_std"] + (["seed", "size", "init_from"] if resume else []):
             if given.get(name, start["config"][name]) != start["config"][name]:
                 raise UserError(f"--{name} {given[name]} contradicts {path}, where it is "
                                 f"{start['config'][name]!r}; leave the flag out, or train from the beginning")
@@ -600,6 +601,8 @@ class Run:
                      id=self.id, step=self.step, model=self.model.state_dict())
         if name == "last.pt":
             self.read_losses()
+            if not all(p.isfinite().all() for p in self.model.parameters()):
+                raise Diverged(f"the weights are not finite at step {self.step}; use a lower --learning_rate")
             self.saved = began
             state.update(optimizer=self.optimizer.state_dict()["state"], random=self.random, best=self.best,
                          history=self.history, curve=self.curve, twenty=self.twenty, seconds=self.elapsed())
@@ -648,20 +651,20 @@ def settings(flags):
 
 
 def checksum(checkpoint):
-    """ of the plain values and the shapes of tensors, not the weights: an edited file is found out """
+    """ of plain values, shapes and types, not of the weights: an edited file is found out """
     def plain(value):
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(item) for item in value]
-        return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+        return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
 
     return hashlib.sha256(repr(plain(checkpoint)).encode()).hexdigest()
 
 
 def read_checkpoint(path):
     """ the dictionary in a checkpoint, on the CPU; UserError for a missing, damaged or foreign file """
-    if not path.exists():
+    if not os.path.exists(path):
         raise UserError(f"there is no {path}; train first (python gpt.py), or name a run's folder with --out")
     try:
         with warnings.catch_warnings():  # it warns of what it then refuses
@@ -769,18 +772,6 @@ def score(model, tokens, between=lambda: None):
     return total / len(y)
 
 
-def attention_maps(model, tokenizer, text):
-    """ maps[layer][head], (T, T): how much each position of the text takes from each """
-    wei = []
-    for block in model.blocks:
-        block.sa.fused = False  # the loop over heads lets us look inside: dropout is given wei, (1, T, T)
-        for head in block.sa.heads:
-            head.dropout.register_forward_hook(lambda module, args, output: wei.append(args[0][0].tolist()))
-    model.generate(torch.tensor([tokenizer.encode(text)]), 1)
-    columns = len(model.blocks[0].sa.heads)
-    return [wei[i:i + columns] for i in range(0, len(wei), columns)]
-
-
 # ---- the program
 
 
@@ -791,16 +782,18 @@ def use_model(task, flags, start):
     if task == "attention":
         if not flags.attention:
             raise UserError("--attention takes a text of one character or more")
-        refuse_unknown(flags.attention, tokenizer, "--attention")
-        text = flags.attention[-min(model.block_size, 40):]  # more would be too small to read
-        if len(text) < len(flags.attention):
+        asked = flags.attention.replace("\\n", "\n")
+        refuse_unknown(asked, tokenizer, "--attention")
+        text = asked[-min(model.block_size, 40):]  # more would be too small to read
+        if len(text) < len(asked):
             note(f"notice: the picture shows the last {len(text)} characters")
         maps = attention_maps(model, tokenizer, text)
         Path(flags.out).mkdir(parents=True, exist_ok=True)
         try:
             draw_attention(maps, text, Path(flags.out) / "attention.png")
         except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # so matplotlib fails
-            raise UserError(f'--attention needs matplotlib ({error}): pip install -e ".[plot]"') from None
+            reason = str(error)[:100]
+            raise UserError(f'--attention needs matplotlib ({reason}): pip install -e ".[plot]"') from None
     elif task == "score":
         text = read_text(flags.score)
         refuse_unknown(text, tokenizer, flags.score)
@@ -808,12 +801,13 @@ def use_model(task, flags, start):
             raise UserError(f"{flags.score} is too short to measure; use two characters or more")
         loss = score(model, torch.from_numpy(encode_text(text, tokenizer.stoi)))
         say(f"{flags.score}: {len(text):,} characters, {loss:.4f} nats per character, "
-            f"{loss / math.log(2):.4f} bits per character, perplexity {math.exp(loss):.4f}")
+            f"{loss / math.log(2):.4f} bits per character, perplexity {math.exp(min(loss, 700)):.5g}")
     else:
-        prompt = (flags.prompt or "").replace("\\n", "\n")
-        if prompt == "-":
-            typed = getattr(sys.stdin, "buffer", sys.stdin).read()
-            prompt = typed if isinstance(typed, str) else decode_text(io.BytesIO(typed), "standard input")
+        prompt = os.fsencode((flags.prompt or "").replace("\\n", "\n"))
+        if prompt == b"-":
+            typed = getattr(sys.stdin, "buffer", sys.stdin).read() if sys.stdin else b""
+            prompt = typed.encode() if isinstance(typed, str) else typed
+        prompt = decode_text(io.BytesIO(prompt), "the prompt")
         refuse_unknown(prompt, tokenizer, "the prompt")
         seed = torch.seed() % 2**32 if flags.sample_seed is None else flags.sample_seed
         note(f"{path}, --sample_seed {seed}")
@@ -873,7 +867,10 @@ def train_and_sample(flags, start, why, given, tokenizer, data, header):
         if number:
             return  # process 0 does the rest alone
         seconds, best = run.elapsed(), run.best
-        model.load_state_dict(read_checkpoint(out / "best.pt")["model"])
+        try:
+            model.load_state_dict(read_checkpoint(out / "best.pt")["model"])
+        except UserError as error:
+            note(f"notice: the last model writes instead of the best, since {error}")
         loss = score(model, data["val"], interrupts.check)
         say(f"best:   val loss {best['val']:.4f} at step {best['step']}; over the whole validation text "
             f"{loss:.4f}, which is {loss / math.log(2):.4f} bits per character")
@@ -936,6 +933,8 @@ def main(argv=None):
     with plain_errors(parser, remedy):
         try:
             number, processes, local_rank = launched()
+            if number and {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
+                return  # process 0 shows the help
             if number:
                 join()
             with torch.random.fork_rng(devices=[]):

@@ -52,6 +52,7 @@ def run_script(main):
         main()
     finally:
         try:
-            sys.stdout.flush()
+            if sys.stdout:  # None where it was closed
+                sys.stdout.flush()
         except OSError:  # Python flushes once more at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

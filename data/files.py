@@ -14,6 +14,7 @@ def write_whole(path, content):
     part = path.with_name(f"{path.name}.part")
     for pause in (0.1, 0.4, 1.0, None):  # seconds: another program may hold the file for a moment
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed in the meantime
             with open(part, "wb") as file:
                 file.write(content)
                 file.flush()

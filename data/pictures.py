@@ -5,6 +5,8 @@ import io
 import math
 import warnings
 
+import torch
+
 from data.files import write_whole
 from data.screen import note
 
@@ -38,11 +40,23 @@ def draw_loss(history, curve, best, vocab_size, path):
     save_figure(figure, path)
 
 
+def attention_maps(model, tokenizer, text):
+    """ maps[layer][head], (T, T): how much each position of the text takes from each """
+    wei = []
+    for block in model.blocks:
+        block.sa.fused = False  # the loop over heads lets us look inside: dropout is given wei, (1, T, T)
+        for head in block.sa.heads:
+            head.dropout.register_forward_hook(lambda module, args, output: wei.append(args[0][0].tolist()))
+    model.generate(torch.tensor([tokenizer.encode(text)]), 1)
+    columns = len(model.blocks[0].sa.heads)
+    return [wei[i:i + columns] for i in range(0, len(wei), columns)]
+
+
 def draw_attention(maps, text, path):
     """ maps[layer][head], (T, T): at which earlier characters (columns) each position (row) looks """
     from matplotlib.figure import Figure
     rows, columns = len(maps), len(maps[0])
-    side = max(2.0, 0.13 * len(text))  # inches
+    side = min(max(2.0, 0.13 * len(text)), 80 / columns, 80 / rows)  # inches
     figure = Figure((side * columns + 0.5, side * rows + 0.5), layout="constrained")
     labels = [{" ": "␣", "\n": "↵"}.get(ch, ch) for ch in text]
     for number, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):

@@ -2,9 +2,9 @@
 How a text is found, read and encoded: UTF-8 everywhere, every line ending a newline, no byte order mark.
 """
 import io
+import os
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +19,7 @@ def find_text(path=""):
     """ (name, text): the file `path`, or input.txt, downloaded if absent, or the manual inside Python """
     if path and path != MANUAL:
         return path, read_text(path)
-    if path != MANUAL and INPUT.exists():
+    if path != MANUAL and os.path.exists(INPUT):
         return INPUT.name, read_text(INPUT)
     try:
         if path != MANUAL:
@@ -37,7 +37,7 @@ def find_text(path=""):
 
 def read_text(path):
     """ the characters of a UTF-8 file; UserError says what is wrong with any other """
-    if Path(path).exists() and not Path(path).is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise UserError(f"{path} is not a plain file; name a text file")
     try:
         with open(path, "rb") as file:

@@ -66,7 +66,7 @@ def test_a_prompt_from_standard_input_is_read_as_a_file_is_whatever_the_locale_s
     read = write(out, "--prompt", "-", *flags, stdin=b"\xef\xbb\xbfthat\r\ndog\r")
     assert read == write(out, "--prompt", r"that\ndog\n", *flags)
     assert refusal("--prompt", "-", "--out", out, stdin=b"the\xff") == (
-        "standard input is not UTF-8: byte 0xff at offset 3; save it as UTF-8")
+        "the prompt is not UTF-8: byte 0xff at offset 3; save it as UTF-8")
     done = run("--prompt", "-", "--out", chinese, *flags, "--device", "cpu", input="你好".encode(), env=ASCII)
     assert done.code == 0 and len(done.out) == 33, done.err
 
@@ -137,7 +137,7 @@ def test_score_is_the_mean_loss_in_several_units_and_no_file_is_written(out, tmp
     loss = gpt.score(model, torch.tensor(tokenizer.encode(small_text(500, seed=9))))
     assert good("--score", path, "--out", out, "--device", "cpu").out == (
         f"{path}: 500 characters, {loss:.4f} nats per character, {loss / math.log(2):.4f} bits per character"
-        f", perplexity {math.exp(loss):.4f}\n")
+        f", perplexity {math.exp(loss):.5g}\n")
     path.write_text("at")
     assert f"{path}: 2 characters, " in good("--score", path, "--out", out).out
     path.write_text("a")
