@@ -107,6 +107,8 @@ def test_a_learning_rate_that_is_really_too_large_is_found_out(tmp_path):
     done = call(*tiny(tmp_path, "--learning_rate", 1e30))
     assert done.code == 1 and re.search(r"the loss is \S+ at step [12];", done.err)
     assert checkpoint(tmp_path / "out/best.pt")["step"] == 0
+    done = call(*tiny(tmp_path, "--weight_decay", 1e300, "--max_iters", 1))  # the last step spoils them
+    assert "are not finite at step 1" in done.err and checkpoint(tmp_path / "out/last.pt")["step"] == 0
     flags = "--learning_rate 1e30 --max_iters 50 --eval_iters 1".split()
     done = call(*flags, "--data", __file__, main=bigram.main)  # this file is a text, too
     assert done.code == 1 and "the loss is not a number at step 50; try a lower --learning" in done.err

@@ -98,6 +98,8 @@ def test_using_a_model_writes_one_text(trained):
     flags = "--out", trained / "out", "--prompt", "the", "--sample_seed", 3, "--max_new_tokens", 20
     done = together(*flags)
     assert done.code == 0 and done.out == good(*flags).out
+    done = together("--help")
+    assert done.code == 0 and done.out.count("usage: ") == 1
 
 
 def test_the_bigram_runs_once(tmp_path):
