@@ -803,7 +803,7 @@ def use_model(task, flags, start):
         say(f"{flags.score}: {len(text):,} characters, {loss:.4f} nats per character, "
             f"{loss / math.log(2):.4f} bits per character, perplexity {math.exp(min(loss, 700)):.5g}")
     else:
-        prompt = os.fsencode((flags.prompt or "").replace("\\n", "\n"))
+        prompt = (flags.prompt or "").replace("\\n", "\n").encode("utf-8", "surrogateescape")
         if prompt == b"-":
             typed = getattr(sys.stdin, "buffer", sys.stdin).read() if sys.stdin else b""
             prompt = typed.encode() if isinstance(typed, str) else typed
