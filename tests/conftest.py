@@ -1,8 +1,10 @@
 """ What several tests need. The models are tiny, and one thread is faster for them than two that wait. """
 import os
 import shutil
+import signal
 from pathlib import Path
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; processes started here inherit it
 
 import pytest

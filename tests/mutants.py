@@ -48,7 +48,6 @@ LESSON = [
     ("one norm used twice", G, "self.ffwd(self.ln2(x))", "self.ffwd(self.ln1(x))"),
     ("GELU for ReLU", G, "nn.ReLU(),", "nn.GELU(),"),
     ("feed-forward dropout missing", G, "            nn.Dropout(config.dropout),\n", ""),
-    ("positions dropped", G, "x = tok_emb + pos_emb", "x = tok_emb + 0 * pos_emb"),
     ("positions reversed", G, "torch.arange(T, device=idx.device)",
      "torch.arange(T, device=idx.device).flip(0)"),
     ("biases keep their start", G, "nn.init.zeros_(module.bias)", "pass"),
