@@ -4,7 +4,6 @@ import shutil
 import signal
 from pathlib import Path
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; processes started here inherit it
 
 import pytest
@@ -12,6 +11,7 @@ from helpers import ROOT
 
 import gpt
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 
 @pytest.fixture(scope="session")
 def shakespeare():
