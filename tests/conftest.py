@@ -13,6 +13,7 @@ import gpt
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 
+
 @pytest.fixture(scope="session")
 def shakespeare():
     """ Tiny Shakespeare, a string """

@@ -28,7 +28,6 @@ LESSON = [
     ("mask of zeros added", G, 'tril == 0, float("-inf")', "tril == 0, 0.0"),
     ("softmax over the wrong dimension", G, "wei = F.softmax(wei, dim=-1)", "wei = F.softmax(wei, dim=-2)"),
     ("q and k exchanged", G, "wei = q @ k.transpose", "wei = k @ q.transpose"),
-    ("value from the key layer", G, "v = self.value(x)", "v = self.key(x)"),
     ("attention dropout missing", G, "wei = self.dropout(wei)", "wei = wei"),
     ("fused without dropout", G, "p = self.heads[0].dropout.p if self.training else 0.0", "p = 0.0"),
     ("fused with dropout in eval", G, "dropout.p if self.training else 0.0", "dropout.p"),
