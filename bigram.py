@@ -7,23 +7,22 @@ The bigram baseline: the lecture's first language model, which sees one characte
 Guessing would score ln(65) = 4.1744. This model comes near 2.4519, the best that any bigram can do on the
 training text, and its words are not words yet. gpt.py does better: the same program, with attention.
 """
+# the imports down to data.text are for the program below the line `running it`; the lesson takes torch alone
 import math
-import os
 import sys
 from dataclasses import dataclass
 
-if "OMP_WAIT_POLICY" not in os.environ:  # must come before torch: its idle threads then free the CPU sooner
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+from data.errors import RunFailed
+from data.flags import check, make_parser, parse
+from data.machine import pick_device, torch_for_a_run
+from data.processes import joined, left_alone
+from data.screen import show
+from data.script import plain_errors, run_script
+from data.text import BY_HAND, MANUAL, check_length, encode_text, find_text
+
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-
-from data.errors import RunFailed, plain_errors, run_script
-from data.flags import check, make_parser, parse
-from data.machine import pick_device
-from data.processes import launched
-from data.screen import show
-from data.text import BY_HAND, MANUAL, check_length, encode_text, find_text
 
 # ---- settings
 
@@ -71,29 +70,29 @@ class Tokenizer:
 
 def split_data(text, tokenizer):
     """ text -> {"train": (N,), "val": (M,)}: nine tenths to learn from, the last tenth to check """
-    data = torch.from_numpy(encode_text(text, tokenizer.stoi))  # tokenizer.encode(text), but fast
-    n = int(0.9 * len(data))
-    return {"train": data[:n], "val": data[n:]}
+    tokens = torch.from_numpy(encode_text(text, tokenizer.stoi))  # tokenizer.encode(text), but fast
+    n = int(0.9 * len(tokens))
+    return {"train": tokens[:n], "val": tokens[n:]}
 
 
-def get_batch(data, config, device):
+def get_batch(tokens, config, device):
     """ (x, y), both (B, T): y[b, t] follows x[b, :t+1], so each row is T examples, contexts of 1 to T """
-    ix = torch.randint(len(data) - config.block_size, (config.batch_size,))  # (B,) random places to start
-    places = ix[:, None] + torch.arange(config.block_size)  # (B, 1) + (T,) -> (B, T)
-    places = places.to(data.device)                         # the text may be on the GPU already
-    x, y = data[places], data[places + 1]
-    return x.to(device).long(), y.to(device).long()  # kept as small integers, but an embedding wants long
+    ix = torch.randint(len(tokens) - config.block_size, (config.batch_size,))  # (B,) random places to start
+    ix = ix.to(tokens.device, non_blocking=True)  # the text may be on the GPU, which need not wait for this
+    places = ix[:, None] + torch.arange(config.block_size, device=tokens.device)  # (B, 1) + (T,) -> (B, T)
+    x, y = tokens[places], tokens[places + 1]
+    return x.to(device).long(), y.to(device).long()  # stored as small integers; cross_entropy takes long ones
 
 
-@torch.no_grad()
-def estimate_loss(model, batch, eval_iters):
-    """ {"train": ..., "val": ...}: the mean loss over eval_iters batches; batch(split) gives x and y """
+@torch.no_grad()  # no training here, so nothing has to be remembered for a backward pass
+def estimate_loss(model, next_batch, eval_iters):
+    """ {"train": ..., "val": ...}: the mean loss over eval_iters batches; next_batch(split) gives x and y """
     out = {}
-    model.eval()
+    model.eval()  # switches off what is for training only, such as dropout
     for split in ["train", "val"]:
         losses = []
         for _ in range(eval_iters):
-            xb, yb = batch(split)
+            xb, yb = next_batch(split)
             logits, loss = model(xb, yb)
             losses.append(loss)
         out[split] = torch.stack(losses).mean().item()
@@ -105,7 +104,7 @@ def estimate_loss(model, batch, eval_iters):
 
 
 class BigramLanguageModel(nn.Module):
-    """ a table: row i holds a score for every character that could come after character i """
+    """ a table: row i has a score, a logit, for every character that could come after character i """
 
     def __init__(self, vocab_size):
         super().__init__()
@@ -113,12 +112,12 @@ class BigramLanguageModel(nn.Module):
 
     def forward(self, idx, targets=None):
         # idx and targets of shape (B, T): tokens
-        logits = self.token_embedding_table(idx)  # (B, T, C), C = vocab_size: a row for each token
+        logits = self.token_embedding_table(idx)  # (B, T, C), C = vocab_size: a row of scores for each token
 
         if targets is None:
             loss = None
         else:
-            B, T, C = logits.shape
+            B, T, C = logits.shape  # here C is vocab_size
             logits = logits.view(B*T, C)  # cross_entropy wants (N, C) and (N,)
             targets = targets.view(B*T)
             loss = F.cross_entropy(logits, targets)
@@ -128,7 +127,7 @@ class BigramLanguageModel(nn.Module):
     def generate(self, idx, max_new_tokens):
         """ idx (B, T) of tokens -> (B, T + max_new_tokens), each new one drawn from the prediction """
         for _ in range(max_new_tokens):
-            logits, loss = self(idx)
+            logits, loss = self(idx)  # all of idx goes in, though only its last character counts here
             logits = logits[:, -1, :]                           # the last time step: (B, C)
             probs = F.softmax(logits, dim=-1)                   # (B, C)
             idx_next = torch.multinomial(probs, num_samples=1)  # (B, 1): drawn, not the likeliest
@@ -139,22 +138,22 @@ class BigramLanguageModel(nn.Module):
 # ---- training
 
 
-def train(model, data, config, device):
+def train(model, splits, config, device):
     """ the training loop; prints the loss of both splits every eval_interval steps and at the end """
-    def batch(split):
-        return get_batch(data[split], config, device)
+    def next_batch(split):
+        return get_batch(splits[split], config, device)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
     for step in range(config.max_iters + 1):
         if step % config.eval_interval == 0 or step == config.max_iters:
-            losses = estimate_loss(model, batch, config.eval_iters)
+            losses = estimate_loss(model, next_batch, config.eval_iters)
             if not math.isfinite(losses["train"] + losses["val"]):
                 raise RunFailed(f"the loss is not a number at step {step}; try a lower --learning_rate")
             show(f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
         if step == config.max_iters:
             break  # the last turn only measures
 
-        xb, yb = batch("train")
+        xb, yb = next_batch("train")
         logits, loss = model(xb, yb)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -165,26 +164,32 @@ def train(model, data, config, device):
 
 
 def main(argv=None):
-    parser = make_parser(Config, __doc__, {})
-    with plain_errors(parser, "lower --batch_size or --block_size"), torch.random.fork_rng(devices=[]):
-        if launched()[0] > 0:
-            return  # under torchrun one process is enough
-        config = check(Config(**parse(parser, argv)))
+    parser = make_parser(Config, "bigram.py", __doc__, {})
+    with plain_errors(parser, "lower --batch_size or --block_size"), joined():
+        config = Config(**parse(parser, argv))
+        check(config)
+        if not left_alone():
+            return  # one process is enough
         device = pick_device(config.device)
-        name, text = find_text(config.data)
-        tokenizer = Tokenizer(text)
-        data = split_data(text, tokenizer)
-        check_length(name, data, config.block_size)
-        vocab_size = len(tokenizer.chars)
-        show(f"{name} on {device}, torch {torch.__version__}: guessing scores ln({vocab_size}) = "
-             f"{math.log(vocab_size):.4f}")
-        torch.manual_seed(config.seed)
-        model = BigramLanguageModel(vocab_size).to(device)
-        train(model, data, config, device)
-        context = torch.zeros((1, 1), dtype=torch.long, device=device)  # token 0, a newline in most texts
-        show(tokenizer.decode(model.generate(context, config.max_new_tokens)[0].tolist()))
-        if name == MANUAL:
-            print(f"notice: the model learned {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
+        with torch_for_a_run(device):
+            train_and_write(config, device)
+
+
+def train_and_write(config, device):
+    name, text = find_text(config.data)
+    tokenizer = Tokenizer(text)
+    splits = split_data(text, tokenizer)
+    check_length(name, splits, config.block_size)
+    vocab_size = len(tokenizer.chars)
+    show(f"{name} on {device}, torch {torch.__version__}: guessing scores ln({vocab_size}) = "
+         f"{math.log(vocab_size):.4f}")
+    torch.manual_seed(config.seed)
+    model = BigramLanguageModel(vocab_size).to(device)
+    train(model, splits, config, device)
+    context = torch.zeros((1, 1), dtype=torch.long, device=device)  # token 0, a newline in most texts
+    show(tokenizer.decode(model.generate(context, config.max_new_tokens)[0].tolist()))
+    if name == MANUAL:
+        print(f"notice: the model learned {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
 
 
 if __name__ == "__main__":

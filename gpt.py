@@ -9,32 +9,32 @@ A GPT in one file: the Transformer of the lecture "Let's build GPT: from scratch
 Read bigram.py first, then this file from the top: everything down to the line `running it` is the lecture, in
 its order. Without a GPU the small size `laptop` is trained; the full model of Config is --size lecture.
 """
+# the imports down to data.text are for the program below the line `running it`; the lesson takes torch alone
+import copy
 import hashlib
-import io
 import math
-import os
-import shlex
-import sys
 import time
 import warnings
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
-if "OMP_WAIT_POLICY" not in os.environ:  # must come before torch: its idle threads then free the CPU sooner
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+from data.errors import RunFailed, UserError, explain
+from data.files import is_full, locked, move_aside, write_whole
+from data.flags import check, make_parser, parse
+from data.machine import eval_mode, own_random_numbers, pick_device, pick_dtype
+from data.machine import random_numbers_kept, random_state, set_random_state, torch_for_a_run
+from data.pictures import attention_maps, draw_attention, draw_loss
+from data.processes import joined, left_alone, mean_over_processes, on_rank_0, rank, started_again, world_size
+from data.screen import Interrupts, Progress, clock, listed, note, quoted, say, show
+from data.script import plain_errors, run_script
+from data.text import BY_HAND, INPUT, MANUAL, check_length, encode_text, find_text, read_text
+from data.text import read_standard_input, typed_text
+
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
-
-from data.errors import RunFailed, UserError, explain, plain_errors, run_script
-from data.files import claimed, is_full, move_aside, write_whole
-from data.flags import check, make_parser, parse
-from data.machine import pick_device, pick_dtype, random_state, set_random_state
-from data.pictures import attention_maps, draw_attention, draw_loss
-from data.processes import join, launched, leave, rank, world_size
-from data.screen import Interrupted, Interrupts, Progress, clock, listed, note, say, show
-from data.text import BY_HAND, MANUAL, check_length, decode_text, encode_text, find_text, read_text
 
 # ---- settings
 
@@ -43,33 +43,31 @@ from data.text import BY_HAND, MANUAL, check_length, decode_text, encode_text, f
 class Config:
     """ the lecture's full model; every line is also a flag, and its comment the help """
     # model
-    n_layer: int = 6        # how many blocks, one after the other?
-    n_head: int = 6         # how many heads of attention in each block?
-    n_embd: int = 384       # how many channels for each token? (a multiple of n_head)
-    block_size: int = 256   # how far back can the model look, in characters?
-    dropout: float = 0.2    # what share of the activations is dropped in training?
-    init_std: float = 0.02  # how widely do the initial weights spread? (0: PyTorch's default, as on screen)
-    fused: bool = True      # all heads, and all weight updates, at once? (--no-fused: the lecture's loops)
+    n_layer: int = 6       # how many blocks, one after the other?
+    n_head: int = 6        # how many heads of attention in each block?
+    n_embd: int = 384      # how many channels for each token? (a multiple of n_head)
+    block_size: int = 256  # how far back can the model look, in characters?
+    dropout: float = 0.2   # what share of the activations is dropped in training?
     # training
     batch_size: int = 64         # how many sequences in one step?
     max_iters: int = 5000        # how many steps?
     eval_interval: int = 500     # how many steps from one measurement of the loss to the next?
     eval_iters: int = 200        # over how many batches of each split is it averaged?
     learning_rate: float = 3e-4  # how large is a step?
-    warmup_iters: int = 0        # over how many steps does the learning rate rise? (a tenth of all at most)
-    decay: bool = False          # does the learning rate then fall in a straight line, to zero at the end?
-    weight_decay: float = 0.01   # how strongly are weights pulled towards zero?
-    beta2: float = 0.999         # how slowly does AdamW forget the squares of old gradients?
-    grad_clip: float = 0.0       # how large may the gradient's norm be? (0: no limit)
     seed: int = 1337             # which random numbers?
     # data
     data: str = ""  # which text file? (default: input.txt, downloaded if absent)
+    # not in the video
+    fused: bool = True      # all heads, and all weight updates, at once? (--no-fused: the lecture's loops)
+    init_std: float = 0.02  # how widely do the first weights spread? (0: PyTorch's default, as on screen)
+    warmup_iters: int = 0   # over how many steps does the learning rate rise? (a tenth of all at most)
+    decay: bool = False     # does it then fall in a straight line, to zero at the end?
+    weight_decay: float = 0.01  # how strongly are weights pulled towards zero?
+    beta2: float = 0.999        # how slowly does AdamW forget the squares of old gradients?
+    grad_clip: float = 0.0      # how large may the norm of the gradient be? (0: no limit)
 
     @property
     def head_size(self):
-        if self.n_embd % self.n_head:
-            raise UserError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}; "
-                            f"use n_embd {max(1, self.n_embd // self.n_head) * self.n_head}")
         return self.n_embd // self.n_head
 
 
@@ -98,29 +96,29 @@ class Tokenizer:
 
 def split_data(text, tokenizer):
     """ text -> {"train": (N,), "val": (M,)}: nine tenths to learn from, the last tenth to check """
-    data = torch.from_numpy(encode_text(text, tokenizer.stoi))  # tokenizer.encode(text), but fast
-    n = int(0.9 * len(data))
-    return {"train": data[:n], "val": data[n:]}
+    tokens = torch.from_numpy(encode_text(text, tokenizer.stoi))  # tokenizer.encode(text), but fast
+    n = int(0.9 * len(tokens))
+    return {"train": tokens[:n], "val": tokens[n:]}
 
 
-def get_batch(data, config, device):
+def get_batch(tokens, config, device):
     """ (x, y), both (B, T): y[b, t] follows x[b, :t+1], so each row is T examples, contexts of 1 to T """
-    ix = torch.randint(len(data) - config.block_size, (config.batch_size,))  # (B,) random places to start
-    places = ix[:, None] + torch.arange(config.block_size)  # (B, 1) + (T,) -> (B, T)
-    places = places.to(data.device)                         # the text may be on the GPU already
-    x, y = data[places], data[places + 1]
-    return x.to(device).long(), y.to(device).long()  # kept as small integers, but an embedding wants long
+    ix = torch.randint(len(tokens) - config.block_size, (config.batch_size,))  # (B,) random places to start
+    ix = ix.to(tokens.device, non_blocking=True)  # the text may be on the GPU, which need not wait for this
+    places = ix[:, None] + torch.arange(config.block_size, device=tokens.device)  # (B, 1) + (T,) -> (B, T)
+    x, y = tokens[places], tokens[places + 1]
+    return x.to(device).long(), y.to(device).long()  # stored as small integers; cross_entropy takes long ones
 
 
-@torch.no_grad()
-def estimate_loss(model, batch, eval_iters):
-    """ {"train": ..., "val": ...}: the mean loss over eval_iters batches; batch(split) gives x and y """
+@torch.no_grad()  # no training here, so nothing has to be remembered for a backward pass
+def estimate_loss(model, next_batch, eval_iters):
+    """ {"train": ..., "val": ...}: the mean loss over eval_iters batches; next_batch(split) gives x and y """
     out = {}
-    model.eval()
+    model.eval()  # switches off what is for training only, such as dropout
     for split in ["train", "val"]:
         losses = []
         for _ in range(eval_iters):
-            xb, yb = batch(split)
+            xb, yb = next_batch(split)
             logits, loss = model(xb, yb)
             losses.append(loss)
         out[split] = torch.stack(losses).mean().item()
@@ -132,13 +130,14 @@ def estimate_loss(model, batch, eval_iters):
 
 
 class Head(nn.Module):
-    """ one head: each position gathers from itself and its past, never from another row of the batch """
+    """ one head of self-attention: each position gathers from itself and its past, never from another row """
 
     def __init__(self, config):
         super().__init__()
+        # "self": keys, queries and values all come from the same x
         self.key = nn.Linear(config.n_embd, config.head_size, bias=False)    # what do I contain?
         self.query = nn.Linear(config.n_embd, config.head_size, bias=False)  # what am I looking for?
-        self.value = nn.Linear(config.n_embd, config.head_size, bias=False)  # what do I tell, if asked?
+        self.value = nn.Linear(config.n_embd, config.head_size, bias=False)  # what do I tell, if I fit?
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -146,33 +145,37 @@ class Head(nn.Module):
         B, T, C = x.shape
         k = self.key(x)    # (B, T, hs)
         q = self.query(x)  # (B, T, hs)
-        # a sum of hs products has hs times their variance: divided by sqrt(hs), it leaves softmax soft
+        # affinities: how well does each query fit each key? Such a sum of hs products has a variance of about
+        # hs, and large affinities would make softmax choose one position alone: hence the factor 1/sqrt(hs)
         wei = q @ k.transpose(-2, -1) * k.shape[-1]**-0.5  # (B, T, hs) @ (B, hs, T) -> (B, T, T)
         tril = torch.tril(torch.ones(T, T, device=x.device))  # row t: ones up to column t
-        wei = wei.masked_fill(tril == 0, float("-inf"))  # the future stays hidden (without this: an encoder)
-        wei = F.softmax(wei, dim=-1)                     # rows sum to one: equal affinities would average
+        wei = wei.masked_fill(tril == 0, float("-inf"))  # hides the future; an encoder has no such line
+        wei = F.softmax(wei, dim=-1)                     # each row sums to one: the weights of an average
         wei = self.dropout(wei)
         v = self.value(x)  # (B, T, hs)
         return wei @ v     # (B, T, T) @ (B, T, hs) -> (B, T, hs)
 
 
 class MultiHeadAttention(nn.Module):
-    """ several heads side by side, each with something else to look for; their results are concatenated """
+    """ several heads side by side, each free to look for something else; their results are concatenated """
 
     def __init__(self, config):
         super().__init__()
         self.heads = nn.ModuleList([Head(config) for _ in range(config.n_head)])
-        self.proj = nn.Linear(config.n_embd, config.n_embd)  # the way back to the residual stream
+        self.proj = nn.Linear(config.n_embd, config.n_embd)  # mixes what the heads found
         self.dropout = nn.Dropout(config.dropout)
         self.fused = config.fused
 
     def forward(self, x):
-        # x of shape (B, T, C)
-        out = self.all_at_once(x) if self.fused else torch.cat([h(x) for h in self.heads], dim=-1)
+        # x of shape (B, T, C); nh = n_head
+        if not self.fused:
+            out = torch.cat([h(x) for h in self.heads], dim=-1)  # the lecture's way: Head.forward, one by one
+        else:
+            out = self.all_at_once(x)                            # the default: the same result, faster
         return self.dropout(self.proj(out))  # (B, T, nh * hs) -> (B, T, C)
 
     def all_at_once(self, x):
-        """ the same as the loop over heads, from the same weights, faster: heads are a batch dimension """
+        """ what runs by default, in place of Head.forward: the same results, heads as a dimension """
         # x of shape (B, T, C)
         B, T, C = x.shape
         layers = [h.query for h in self.heads] + [h.key for h in self.heads] + [h.value for h in self.heads]
@@ -191,7 +194,7 @@ class FeedForward(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(config.n_embd, 4 * config.n_embd),
+            nn.Linear(config.n_embd, 4 * config.n_embd),  # four times as wide inside, as in the paper of 2017
             nn.ReLU(),
             nn.Linear(4 * config.n_embd, config.n_embd),
             nn.Dropout(config.dropout),
@@ -203,7 +206,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """ first the tokens exchange (sa), then each thinks (ffwd); both results are added to x, the residual """
+    """ communication (sa), then computation (ffwd); both are branches, whose results are added to x """
 
     def __init__(self, config):
         super().__init__()
@@ -214,8 +217,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         # x of shape (B, T, C); the norm comes before each branch, unlike in the paper of 2017
-        x = x + self.sa(self.ln1(x))
-        x = x + self.ffwd(self.ln2(x))
+        x = x + self.sa(self.ln1(x))    # a residual connection: gradients pass through the + undiminished,
+        x = x + self.ffwd(self.ln2(x))  # so that they have a direct path to the first block
         return x
 
 
@@ -224,13 +227,14 @@ class GPTLanguageModel(nn.Module):
 
     def __init__(self, config, vocab_size):
         super().__init__()
+        check(config)  # UserError for settings that cannot be
         self.block_size = config.block_size
         self.token_embedding_table = nn.Embedding(vocab_size, config.n_embd)
         self.position_embedding_table = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.Sequential(*[Block(config) for _ in range(config.n_layer)])
         self.ln_f = nn.LayerNorm(config.n_embd)
         self.lm_head = nn.Linear(config.n_embd, vocab_size)
-        if config.init_std:  # smaller weights than PyTorch's, so that the first loss is near ln(vocab_size)
+        if config.init_std:  # as in the lecture's repository: embeddings begin much smaller than PyTorch's
             for module in self.modules():
                 if isinstance(module, (nn.Linear, nn.Embedding)):
                     nn.init.normal_(module.weight, mean=0.0, std=config.init_std)
@@ -240,17 +244,17 @@ class GPTLanguageModel(nn.Module):
     def forward(self, idx, targets=None):
         # idx and targets of shape (B, T): tokens
         B, T = idx.shape
-        tok_emb = self.token_embedding_table(idx)  # (B, T, C): which character it is
-        pos_emb = self.position_embedding_table(torch.arange(T, device=idx.device))  # (T, C): where it is
+        tok_emb = self.token_embedding_table(idx)  # (B, T, C): which character is it?
+        pos_emb = self.position_embedding_table(torch.arange(T, device=idx.device))  # (T, C): where is it?
         x = tok_emb + pos_emb     # (B, T, C)
         x = self.blocks(x)        # (B, T, C)
         x = self.ln_f(x)          # (B, T, C)
-        logits = self.lm_head(x)  # (B, T, vocab_size)
+        logits = self.lm_head(x)  # (B, T, vocab_size): scores; softmax would make probabilities of them
 
         if targets is None:
             loss = None
         else:
-            B, T, C = logits.shape
+            B, T, C = logits.shape  # here C is vocab_size
             logits = logits.view(B*T, C)  # cross_entropy wants (N, C) and (N,)
             targets = targets.view(B*T)
             loss = F.cross_entropy(logits, targets)
@@ -258,43 +262,43 @@ class GPTLanguageModel(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
-        """
-        idx (B, T) of tokens -> (B, T + max_new_tokens), on the model's device, each new token drawn from the
-        prediction. A temperature below 1 sharpens it, 0 takes the likeliest token; top_k draws among the k
-        likeliest. ValueError for an empty idx, a token outside the vocabulary, or a setting out of range.
-        """
-        vocab_size = self.lm_head.out_features
-        if idx.numel() == 0 or idx.min() < 0 or idx.max() >= vocab_size:
-            raise ValueError(f"idx must contain tokens, each in 0..{vocab_size - 1}")
-        if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
-            raise ValueError(f"temperature {temperature} must be 0 or more, and top_k {top_k} at least 1")
+        """ idx (B, T) of tokens -> (B, T + max_new_tokens), each new one drawn from the prediction """
         idx = idx.to(self.lm_head.weight.device)
-        was_training = self.training
-        self.eval()  # no dropout while writing
-        try:
+        with eval_mode(self):  # no dropout while writing
             for _ in range(max_new_tokens):
                 idx_cond = idx[:, -self.block_size:]  # later positions would have no embedding
                 logits, loss = self(idx_cond)
-                logits = logits[:, -1, :]  # the last time step: (B, C)
-                if top_k is not None:
-                    kth = torch.topk(logits, min(top_k, vocab_size)).values[:, -1:]  # (B, 1): the k-th best
-                    logits = logits.masked_fill(logits < kth, float("-inf"))
-                if temperature < 1e-6:  # 0, or so close to it that the division would overflow
-                    idx_next = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
-                else:
-                    probs = F.softmax(logits / temperature, dim=-1)     # (B, C)
-                    idx_next = torch.multinomial(probs, num_samples=1)  # (B, 1): drawn, not the likeliest
-                idx = torch.cat((idx, idx_next), dim=1)                 # (B, T + 1)
-        finally:
-            self.train(was_training)
+                logits = logits[:, -1, :]                           # the last time step: (B, C)
+                logits = sharpen(logits, temperature, top_k)        # the lecture's are used as they are
+                probs = F.softmax(logits, dim=-1)                   # (B, C)
+                idx_next = torch.multinomial(probs, num_samples=1)  # (B, 1): drawn, not the likeliest
+                idx = torch.cat((idx, idx_next), dim=1)             # (B, T + 1)
         return idx
+
+
+def sharpen(logits, temperature=1.0, top_k=None):
+    """
+    Logits (B, C) -> (B, C). A temperature below 1 makes the likely likelier, 0 leaves the likeliest alone;
+    top_k leaves the k likeliest. ValueError for a setting out of range.
+    """
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature {temperature} must be 0 or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k {top_k} must be at least 1")
+    if top_k is not None:
+        kth = torch.topk(logits, min(top_k, logits.shape[-1])).values[:, -1:]  # (B, 1): the k-th best
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if temperature < 1e-6:  # 0, or so close to it that the division would overflow
+        likeliest = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+        return torch.full_like(logits, float("-inf")).scatter(1, likeliest, 0.0)
+    return logits / temperature
 
 
 # ---- training
 
 
-def learning_rate(step, config):
-    """ constant as in the lecture, unless config has it rise at first or fall to zero at the end """
+def rate_at(step, config):
+    """ the learning rate: constant as in the lecture, unless config has it rise at first or fall to zero """
     warmup_iters = min(config.warmup_iters, config.max_iters // 10)
     if step < warmup_iters:
         return config.learning_rate * (step + 1) / warmup_iters
@@ -303,30 +307,31 @@ def learning_rate(step, config):
     return config.learning_rate
 
 
-def train(model, data, config, device, run=None):
+def train(model, splits, config, device, run=None):
     """
-    The training loop, for any model with forward(idx, targets) -> logits, loss; split_data makes the data.
+    The training loop, for any model with forward(idx, targets) -> logits, loss; split_data makes the splits.
     A run prints, saves and can be interrupted; without one the losses are only printed. Returns its reports.
     """
-    run = run or Run(model, config)
+    run = run or Run(State(config, model))
 
-    def batch(split):
+    def next_batch(split):
         run.tick()  # between two batches: the status line, and Ctrl+C
-        return get_batch(data[split], config, device)
+        return get_batch(splits[split], config, device)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2),
                                   weight_decay=config.weight_decay, fused=config.fused)
+    first = run.begin(optimizer)  # 0, or the step of the checkpoint from which the run continues
     model.train()
-    for step in range(run.begin(optimizer), config.max_iters + 1):  # from 0, or from a checkpoint's step
+    for step in range(first, config.max_iters + 1):
         if step % config.eval_interval == 0 or step == config.max_iters:
-            losses = estimate_loss(model, batch, config.eval_iters)
+            losses = estimate_loss(model, next_batch, config.eval_iters)
             run.report(step, losses)  # prints the line, saves checkpoints
         if step == config.max_iters:
             break  # the last turn only measures
 
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        xb, yb = batch("train")
+            group["lr"] = rate_at(step, config)
+        xb, yb = next_batch("train")
         logits, loss = model(xb, yb)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -334,7 +339,7 @@ def train(model, data, config, device, run=None):
             nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
         run.stepped(step, loss)  # counts the step; a loss that is not a number ends the run
-    return run.history
+    return run.state.reports
 
 
 # running it
@@ -349,7 +354,9 @@ SIZES = {
                    weight_decay=0.1, beta2=0.995, grad_clip=1.0),
 }
 FILES = ["best.pt", "last.pt", "loss.csv", "loss.png", "attention.png"]  # what a run leaves in --out
-RECORD = ["step", "train", "val", "learning_rate", "tokens", "seconds"]  # the columns of loss.csv
+SAVE_AFTER = 600  # seconds: last.pt is saved so often even where reports are rarer
+SAVE_REST = 30    # seconds between two saves of last.pt, where one takes half a second or more
+LESS_MEMORY = "lower --batch_size first, then --block_size or --n_embd, or use --size laptop"
 
 
 @dataclass
@@ -367,66 +374,249 @@ class Flags(Config):
     # using a model
     sample: bool = False  # instead of training, write with the best model in --out?
     prompt: str = None    # how does the text begin? (implies --sample; \n: a newline; -: read standard input)
-    stop: str = ""        # stop before which text? (\n: a newline)
+    stop: str = ""        # stop before which text? (\n: a newline, \\: a backslash, as in a prompt)
     max_new_tokens: int = 500  # how many characters, at most?
-    temperature: float = 1.0  # how daring? (0: always the likeliest character)
-    top_k: int = None         # choose among how many of the likeliest? (default: all)
-    num_samples: int = 1      # how many texts?
-    sample_seed: int = None   # which random numbers? (default: new ones each time)
-    score: str = None         # instead of training, measure the best model in --out on which text file?
-    attention: str = None     # instead of training, draw where each head looks in which text? (attention.png)
+    temperature: float = 1.0   # how daring? (0: always the likeliest character)
+    top_k: int = None          # choose among how many of the likeliest? (default: all)
+    num_samples: int = 1       # how many texts?
+    sample_seed: int = None    # which random numbers? (default: new ones each time)
+    score: str = None      # instead of training, measure the best model in --out on which text file?
+    attention: str = None  # instead of training, draw where each head looks in which text? (attention.png)
 
 
-class Diverged(RunFailed):
-    """ the loss is not a number: these weights are not worth saving """
+# ---- a run is a state
 
 
-# ---- settings of a run
+@dataclass
+class State:
+    """ a run at the beginning of a step: all that an exact continuation takes, and what last.pt contains """
+    config: Config        # the settings
+    model: nn.Module
+    chars: str = ""       # the vocabulary, in order
+    text: dict = None     # what the model learns from: its name and its sha256
+    optimizer: torch.optim.Optimizer = None  # or, until the run begins, what last.pt says of it
+    step: int = 0         # how many steps were taken
+    tokens: int = 0       # how many characters were in their batches
+    seconds: float = 0.0  # how long all that took
+    random: dict = None   # the random numbers from which to continue
+    losses: list = field(default_factory=list)   # of each training step
+    reports: list = field(default_factory=list)  # what was measured, a dictionary each
+    best: dict = None     # the report with the lowest validation loss; best.pt has its model
 
 
-def settle(given, processes, local_rank):
-    """
-    The flags given -> (task, flags, checkpoint or None, a line about the size). A value comes from the size,
-    then the checkpoint, then the flags given; the later one wins. UserError where these contradict.
-    """
-    given = {name: value for name, value in given.items() if (name, value) != ("size", "auto")}
+def new_state(flags, start, tokenizer, text):
+    """ the state in which a run begins: new, with the weights of --init_from, or that of --resume """
+    torch.manual_seed(flags.seed)
+    model = GPTLanguageModel(flags, len(tokenizer.chars))
+    if start.checkpoint:
+        load_weights(model, start)
+    state = State(flags, model.to(flags.device), "".join(tokenizer.chars), text)
+    if flags.resume:
+        for name in ["optimizer", "step", "tokens", "seconds", "random", "best"]:
+            setattr(state, name, start.checkpoint[name])
+        state.losses = start.checkpoint["losses"].tolist()
+        # a report of this very step is made again
+        state.reports = [report for report in start.checkpoint["reports"] if report["step"] < state.step]
+        if not best_is_there(state, start):
+            state.best = None
+    return state
+
+
+def best_is_there(state, start):
+    """ whether best.pt has the model of state.best, so that it stays until there is a better one """
+    path = start.path.with_name("best.pt")
+    reports = {}
+    with suppress(UserError):
+        reports = read_checkpoint(path)
+    if state.best is None or state.best["step"] >= state.step:
+        return False  # its report is made again, and with it best.pt
+    if reports.get("best") != state.best:
+        note(f"notice: {path} is not this run's best model; the next report makes a new one")
+        return False
+    return True
+
+
+def settings(flags):
+    """ what a checkpoint keeps of the flags, as plain values """
+    return {name: getattr(flags, name) for name in [f.name for f in fields(Config)] + ["init_from", "size"]}
+
+
+def contents(state, complete):
+    """ what is saved of a state, as plain values and tensors: all of it, or without what continuing takes """
+    saved = {f.name: getattr(state, f.name) for f in fields(State)}
+    saved["config"] = settings(state.config)
+    saved["model"] = state.model.state_dict()
+    saved["losses"] = torch.tensor(state.losses)
+    if complete:
+        saved["optimizer"] = state.optimizer.state_dict()["state"]  # its settings are in the config
+    else:
+        del saved["optimizer"], saved["random"]
+    return saved
+
+
+def read_checkpoint(path):
+    """ what is in a checkpoint, on the CPU; UserError for a missing, damaged or foreign file """
+    if not path.exists():
+        raise UserError(f"there is no {path}; train first (python gpt.py), or name a run's folder with --out")
+    try:
+        with warnings.catch_warnings():  # it warns of what it then refuses
+            warnings.simplefilter("ignore")
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # plain types, no code
+        missing = {"config", "model", "chars", "step"} - set(checkpoint)
+        if missing:
+            raise KeyError(f"without {', '.join(sorted(missing))}")
+        return checkpoint
+    except Exception as error:  # of many kinds
+        reason = str(error).partition("\n")[0][:100]
+        raise UserError(f"{path} is not a checkpoint of gpt.py, or it is damaged ({type(error).__name__}: "
+                        f"{reason}); name another, or train again") from None
+
+
+def kept_settings(checkpoint):
+    """ the settings in a checkpoint that are still settings; one that came later has its default """
+    names = {f.name for f in fields(Flags)}
+    return {name: value for name, value in checkpoint["config"].items() if name in names}
+
+
+def load_weights(model, start):
+    """ those of a checkpoint into a model; UserError, in torch's words, where gpt.py makes another now """
+    try:
+        model.load_state_dict(start.checkpoint["model"])
+    except RuntimeError as error:
+        raise UserError(f"{start.path} does not fit the model that gpt.py makes now: {error}") from None
+
+
+def load_optimizer(optimizer, moments, weights):
+    """ its memory, out of last.pt, under the settings of now; UserError if it is of other weights """
+    for number, memory in moments.items():
+        shape = weights[number].shape
+        if any(memory[name].shape != shape for name in ("exp_avg", "exp_avg_sq") if name in memory):
+            raise UserError("the optimizer in last.pt has the weights in another order than gpt.py makes "
+                            "them now; start from best.pt with --init_from")
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def load(path="out/best.pt", device="auto"):
+    """ (model, tokenizer) of a checkpoint, ready to generate; UserError if the file is not one """
+    path = Path(path).expanduser()
+    start = Start({}, path, read_checkpoint(path))
+    flags = Flags(**{**kept_settings(start.checkpoint), "device": pick_device(device)})
+    return load_model(flags, start)
+
+
+def load_model(flags, start):
+    """ (model, tokenizer) of a checkpoint, on the device of the flags """
+    with random_numbers_kept(torch.device("cpu")):  # new weights draw some
+        model = GPTLanguageModel(flags, len(start.checkpoint["chars"]))
+    load_weights(model, start)
+    return model.to(flags.device).eval(), Tokenizer(start.checkpoint["chars"])
+
+
+# ---- which task, which settings
+
+
+@dataclass
+class Start:
+    """ where a task starts from """
+    given: dict              # the flags that were given
+    path: Path = None        # the checkpoint, if it starts from one
+    checkpoint: dict = None  # what is in it
+
+
+FITTING = {  # the flags that fit beside a task; training takes any
+    "sample": "prompt stop max_new_tokens temperature top_k num_samples sample_seed".split(),
+    "score": [],
+    "attention": [],
+}
+
+
+def pick_task(given):
+    """ the task that the flags ask for; UserError where they ask for two """
     if "prompt" in given:
         given["sample"] = True
-    tasks = [name for name in ("sample", "score", "attention") if given.get(name) not in (None, False)]
-    names = [f.name for f in fields(Flags)]
-    fitting = {"init_from", "device", "out", *SHAPE, *tasks[:1]}
-    fitting |= set(names[names.index("sample"):]) if tasks[:1] == ["sample"] else set()
-    if tasks and (others := tasks[1:] + sorted(set(given) - fitting)):
-        raise UserError(f"--{tasks[0]} and --{others[0]} are for different tasks; leave one of them out")
+    asked = [task for task in FITTING if given.get(task) not in (None, False)]
+    if not asked:
+        return "train"
+    task = asked[0]
+    fitting = {task, "init_from", "device", "out", *SHAPE, *FITTING[task]}
+    others = asked[1:] + sorted(set(given) - fitting)
+    if others:
+        raise UserError(f"--{task} and --{others[0]} are for different tasks; leave one of them out")
+    return task
 
-    several_without_cuda = processes > 1 and not torch.cuda.is_available()
-    device = pick_device(given.get("device", "cpu" if several_without_cuda else "auto"), local_rank)
+
+def read_flags(task, given):
+    """
+    (flags, where the task starts from). A value comes from the size, then the checkpoint, then the flags
+    given; the later one wins. UserError where these contradict.
+    """
+    device = pick_device(given.get("device", "auto"))
     size = given.get("size", "lecture" if device.startswith("cuda") else "laptop")
     if size not in SIZES:
         raise UserError(f"--size {size} is not one of: auto, {', '.join(SIZES)}")
-    why = "as asked" if "size" in given else f"the default on {device}; or choose: --size {', '.join(SIZES)}"
-    why = f"{size}, {why}"
-    resume, init_from, out = given.get("resume", False), given.get("init_from"), Path(given.get("out", "out"))
-    start, kept = None, {}
-    if resume or tasks or init_from:
-        path = out / "last.pt" if resume else Path(init_from or out / "best.pt")
-        start = read_checkpoint(path)
-        if resume and "optimizer" not in start:
-            raise UserError(f"{path} is a model, not a run to continue; start from it with --init_from")
-        for name in SHAPE + ["init_std"] + (["seed", "size", "init_from"] if resume else []):
-            if given.get(name, start["config"][name]) != start["config"][name]:
-                raise UserError(f"--{name} {given[name]} contradicts {path}, where it is "
-                                f"{start['config'][name]!r}; leave the flag out, or train from the beginning")
-        wanted = start["config"] if resume or tasks else SHAPE
-        kept = {name: start["config"][name] for name in wanted if name in names}
-        why = f"that of {path}"
-    flags = check(Flags(**{**SIZES[size], "size": size, **kept, **given, "device": device}))
-    _ = flags.head_size  # UserError if the heads cannot share n_embd
-    if resume and start["step"] > flags.max_iters:
-        raise UserError(f"the run in {flags.out} is at step {start['step']}; use a larger --max_iters")
-    if flags.batch_size % processes and not tasks:
+    start = Start(given, find_start(task, given))
+    kept = {}
+    if start.path:
+        start.checkpoint = read_checkpoint(start.path)
+        refuse_contradictions(given, start)
+        kept = kept_settings(start.checkpoint)
+        if task == "train" and not given.get("resume"):
+            kept = {name: kept[name] for name in SHAPE}
+    flags = Flags(**{**SIZES[size], "size": size, **kept, **given, "device": device})
+    check(flags)
+    if task == "train":
+        check_run(flags, start)
+    if is_a_restart(task, flags):
+        note(f"the launcher started this run again, so it continues from {flags.out}/last.pt")
+        return read_flags(task, {**given, "resume": True})
+    return flags, start
+
+
+def find_start(task, given):
+    """ the path of the checkpoint from which a task starts, or None """
+    out = Path(given.get("out", Flags.out))
+    if given.get("resume"):
+        return out / "last.pt"
+    if given.get("init_from"):
+        return Path(given["init_from"])
+    if task == "train":
+        return None
+    if not (out / "best.pt").exists() and (out / "last.pt").exists():
+        note(f"there is no {out / 'best.pt'}, so this is the model of {out / 'last.pt'}")
+        return out / "last.pt"
+    return out / "best.pt"
+
+
+def refuse_contradictions(given, start):
+    """ UserError for a flag that says something else than the checkpoint, where the checkpoint decides """
+    names = [*SHAPE, "init_std"]
+    if given.get("resume"):
+        names += ["seed", "size", "init_from"]
+        if "optimizer" not in start.checkpoint:
+            raise UserError(f"{start.path} is a model, not a run to continue; start from it with --init_from")
+    saved = {**settings(Flags()), **start.checkpoint["config"]}
+    for name in names:
+        if given.get(name, saved[name]) != saved[name]:
+            raise UserError(f"--{name} {given[name]} contradicts {start.path}, where it is {saved[name]!r}; "
+                            "leave the flag out, or train from the beginning")
+
+
+def check_run(flags, start):
+    """ UserError for what cannot be trained """
+    if flags.resume and start.checkpoint["step"] > flags.max_iters:
+        step = start.checkpoint["step"]
+        raise UserError(f"the run in {flags.out} is at step {step}; use a larger --max_iters")
+    processes = world_size()
+    if flags.batch_size % processes:
         raise UserError(f"{processes} processes cannot share --batch_size {flags.batch_size}; use a multiple")
-    return tasks[0] if tasks else "train", flags, start, why
+
+
+def is_a_restart(task, flags):
+    """ whether the launcher started this run again, after a process had failed, and --out has its last.pt """
+    last = Path(flags.out) / "last.pt"
+    if task != "train" or flags.resume or not started_again() or not last.exists():
+        return False
+    return read_checkpoint(last)["config"] == settings(flags)
 
 
 # ---- bfloat16, compiling, several processes
@@ -434,274 +624,275 @@ def settle(given, processes, local_rank):
 
 class Accelerated(nn.Module):
     """
-    The model as the training loop sees it: in bfloat16, compiled, one of several processes. Each process
-    takes its rows of the batch; a training loss is that of these rows, a measured one the mean over all. The
-    weights are those of the plain model, which is the one to measure, to save and to write with.
+    The model of a state as the training loop sees it: in bfloat16, compiled, one of several processes. Each
+    process takes its rows of the batch. The weights are those of the plain model, which is the one to
+    measure, to save and to write with.
     """
 
-    def __init__(self, model, config, dtype=None, compiled=False):
+    def __init__(self, state, dtype=None, compiled=False):
         super().__init__()
-        self.model, self.stepper, self.dtype = model, model, dtype
-        self.device = model.lm_head.weight.device
+        self.state = state
+        self.model = state.model
+        self.trained = state.model  # what computes a training step: the model, compiled or distributed
+        self.dtype = dtype
+        self.device = next(state.model.parameters()).device
         if compiled:
             note("compiling the model, which can take a minute (--no-compile skips this)")
-            self.compile_it(config)
+            self.compile_model()
         if world_size() > 1:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # newer versions rename broadcast_buffers
-                self.stepper = nn.parallel.DistributedDataParallel(self.stepper, broadcast_buffers=False)
+                self.trained = nn.parallel.DistributedDataParallel(self.trained, broadcast_buffers=False)
 
     def forward(self, idx, targets):
         # idx and targets of shape (B, T), the same in all processes
         rows = idx.shape[0] // world_size()
-        mine = slice(rank() * rows, (rank() + 1) * rows)
-        with torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext():
-            logits, loss = (self.stepper if self.training else self.model)(idx[mine], targets[mine])
-        if world_size() > 1 and not self.training:
-            torch.distributed.all_reduce(loss)
-            loss = loss / world_size()
-        return logits, loss
+        own = slice(rank() * rows, (rank() + 1) * rows)
+        with self.number_type():
+            if not self.training:
+                return self.model(idx[own], targets[own])
+            with self.dropout_numbers():
+                return self.trained(idx[own], targets[own])
 
-    def compile_it(self, config):
+    def number_type(self):
+        """ bfloat16 where operations gain from it; entered anew for each batch, since it caches weights """
+        return torch.autocast(self.device.type, self.dtype) if self.dtype else nullcontext()
+
+    def dropout_numbers(self):
+        """ those of several processes are each their own, and after a resume the same again """
+        if world_size() == 1:
+            return nullcontext()
+        return own_random_numbers(self.state.config.seed, self.state.step, self.device)
+
+    def compile_model(self):
         """ use the compiled model if a trial step works: most failures show only then """
-        random = random_state(self.device)
+        config = self.state.config
         idx = torch.zeros((config.batch_size, config.block_size), dtype=torch.long, device=self.device)
-        try:
-            self.stepper = torch.compile(self.model)
-            logits, loss = self(idx, idx)
-            loss.backward()
-        except Exception as error:
-            if explain(error, ""):
-                raise  # this is not the compiler's fault
-            note(f"torch.compile does not work here ({type(error).__name__}), so this runs without it")
-            self.stepper = self.model
+        with random_numbers_kept(self.device):
+            try:
+                self.trained = torch.compile(self.model)
+                logits, loss = self(idx, idx)
+                loss.backward()
+            except Exception as error:
+                if explain(error, ""):
+                    raise  # this is not the compiler's fault
+                note(f"torch.compile does not work here ({type(error).__name__}), so this runs without it")
+                self.trained = self.model
         self.model.zero_grad(set_to_none=True)
-        set_random_state(random)
 
 
 # ---- the run
 
 
-class Run:
-    """
-    What happens around the training loop: the screen, the record, the checkpoints. Files go to the folder
-    `out`, if there is one, with the vocabulary of `tokenizer`; header is what they say about the text, and
-    start a last.pt to continue from.
-    """
+class Diverged(RunFailed):
+    """ the loss or a weight is not a number: this state is not worth saving """
 
-    def __init__(self, model, config, out=None, tokenizer=None, header=None, start=None, interrupts=None):
-        self.model, self.config, self.out, self.tokenizer = model, config, out, tokenizer
-        self.header, self.start, self.interrupts = header or {}, start, interrupts
-        past = start or dict(step=0, seconds=0.0, history=[], curve=[], twenty=[], best=None,
-                             id=os.urandom(8).hex())
-        self.step, self.seconds, self.best, self.id = past["step"], past["seconds"], past["best"], past["id"]
-        self.history = [row for row in past["history"] if row["step"] < self.step]  # a report is made again
-        self.curve, self.twenty = past["curve"], past["twenty"]  # (step, mean of twenty losses), the next
-        self.device = next(model.parameters()).device
-        self.random, self.optimizer, self.loss, self.unread = random_state(self.device), None, None, []
-        self.progress = Progress(config, self.step)
-        self.saved = self.reported = self.progress.began
-        self.saving = 0.0  # seconds spent on it
-        if self.best and self.out and origin(self.out / "best.pt") != (self.id, self.best["step"]):
-            note(f"notice: best.pt in {out} is not this run's best model; the next report makes a new one")
-            self.best = None
+
+class Run:
+    """ what happens around the training loop: a state, the screen, the folder `out` for files, the clock """
+
+    def __init__(self, state, out=None, interrupts=None):
+        self.state = state
+        self.out = out                # None: no files
+        self.interrupts = interrupts  # None: nobody asks to stop
+        self.is_new = state.optimizer is None  # until its first file
+        self.first_files = None       # those of the beginning, until a step has shown that the run works
+        self.unread = []              # losses that are still on the device: to read one makes a GPU wait
+        self.device = next(state.model.parameters()).device
+        self.progress = Progress(state.config, state.step)
+        self.began_at = time.monotonic() - state.seconds  # as if it had never been interrupted
+        self.saved_at = time.monotonic()
+        self.reported_at = time.monotonic()
+        self.seconds_to_save = 0.0    # how long the last save took
 
     # what the loop calls
 
     def begin(self, optimizer):
         """ the first step to take; the optimizer and the random numbers continue where they were """
-        if self.start:
-            try:
-                state, weights = self.start["optimizer"], list(self.model.parameters())
-                shapes = [(state[i]["exp_avg"].shape, state[i]["exp_avg_sq"].shape) for i in state]
-                if shapes != [(weights[i].shape, weights[i].shape) for i in state]:  # torch would crash
-                    raise ValueError("its optimizer's state is that of another model")
-                groups = optimizer.state_dict()["param_groups"]  # the settings of now, not those of the file
-                optimizer.load_state_dict({"state": state, "param_groups": groups})
-                set_random_state(self.start["random"])
-            except Exception as error:
-                raise UserError(f"cannot continue from last.pt in {self.out}: {error}") from None
-        self.optimizer, self.random, self.start = optimizer, random_state(self.device), None
-        return self.step
+        if self.state.optimizer is not None:
+            load_optimizer(optimizer, self.state.optimizer, list(self.state.model.parameters()))
+            set_random_state(self.state.random, self.device)
+        self.state.optimizer = optimizer
+        self.state.random = random_state(self.device)
+        return self.state.step
 
     def tick(self):
         """ between two batches """
         if self.interrupts:
             self.interrupts.check()
-        training = self.model.training
-        what = f"loss {self.loss:.4f}" if training and self.loss is not None else "measuring the loss"
-        self.progress.tick(3 if training else 1, f"step {self.step} of {self.config.max_iters}, {what}")
+        work, doing = 1, "measuring the loss"
+        if self.state.model.training:
+            work = 3
+            doing = f"loss {self.state.losses[-1]:.4f}" if self.state.losses else "the first step"
+        self.progress.tick(work, f"step {self.state.step} of {self.state.config.max_iters}, {doing}")
 
     def stepped(self, step, loss):
-        """ after the optimizer: the weights are those of the next step now """
-        self.unread.append((step, loss.detach()))
-        if self.device.type == "cpu" or len(self.unread) == 20:  # to read one makes a GPU wait
+        """ after the optimizer: the state is that of the next step's beginning """
+        state = self.state
+        self.unread.append(loss.detach())
+        is_cheap = self.device.type == "cpu" and world_size() == 1
+        is_first = self.progress.steps == 0
+        if is_cheap or is_first or len(self.unread) == 20:
             self.read_losses()
-        self.progress.stepped(self.device)
-        self.step, self.random = step + 1, random_state(self.device)
-        if time.monotonic() - self.saved > 600 or self.step == self.config.max_iters:
-            self.save("last.pt")
+        self.progress.stepped()
+        state.step = step + 1
+        state.tokens += self.progress.tokens_per_step
+        state.random = random_state(self.device)
+        if self.first_files:
+            self.write(self.first_files)
+            self.first_files = None
+        if time.monotonic() - self.saved_at > SAVE_AFTER and not self.unread:
+            self.save()
 
     def report(self, step, losses):
         """ print, keep and save what was measured at the beginning of this step """
+        state = self.state
         self.read_losses()
-        require_finite(step, *losses.values())
-        tokens, rate = step * self.progress.tokens_per_step, learning_rate(step, self.config)
-        row = (step, losses["train"], losses["val"], rate, tokens, self.elapsed())
-        self.history.append(dict(zip(RECORD, row)))
-        more = [f"lr {rate:.1e}"] if self.config.decay or self.config.warmup_iters else []
+        train_loss, val_loss = mean_over_processes([losses["train"], losses["val"]])
+        require_finite(step, train_loss, val_loss)
+        state.seconds = self.seconds()
+        report = dict(step=step, train=train_loss, val=val_loss, learning_rate=rate_at(step, state.config),
+                      tokens=state.tokens, seconds=state.seconds)
+        say(self.line(report))
+        state.reports.append(report)
+        if state.best is None or val_loss < state.best["val"]:
+            state.best = report
+        self.save_report(is_last=step == state.config.max_iters)
+        if state.chars and state.config.taste and rank() == 0:
+            now = time.monotonic()
+            self.taste(0.04 * (now - self.reported_at) if step else 0.5)
+        self.reported_at = time.monotonic()
+
+    # the screen
+
+    def line(self, report):
+        """ the lecture's line to the letter, and more in parentheses """
+        config, vocab_size = self.state.config, len(self.state.chars)
+        more = [f"lr {report['learning_rate']:.1e}"] if config.decay or config.warmup_iters else []
         more += self.progress.speed()
-        if step == 0 and self.tokenizer:
-            size = len(self.tokenizer.chars)
-            more = [f"guessing scores ln({size}) = {math.log(size):.4f}"]
-        line = f"step {step}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}"
-        say(f"{line} ({', '.join(more)})")
-        # the best report may be this one, made again after a resume
-        if self.best is None or losses["val"] < self.best["val"] or step == self.best["step"]:
-            self.best = self.history[-1]
-        if step == self.config.max_iters or self.saving < 1 + 0.03 * (time.monotonic() - self.progress.began):
-            self.save("last.pt")  # three times as large as best.pt: on a fast GPU not every time
-        if self.best is self.history[-1]:
-            self.save("best.pt")
-        self.save_record()
-        if self.tokenizer and self.config.taste and rank() == 0:
-            self.taste(0.04 * (time.monotonic() - self.reported) if step else 0.5)
-        self.reported = time.monotonic()
-
-    def read_losses(self):
-        unread, self.unread = self.unread, []
-        for step, loss in unread:
-            self.loss = loss.item()
-            require_finite(step, self.loss)
-            self.twenty.append(self.loss)
-            if len(self.twenty) == 20:
-                self.curve.append((step, sum(self.twenty) / 20))
-                self.twenty = []
-
-    def elapsed(self):
-        return self.seconds + time.monotonic() - self.progress.began
+        if report["step"] == 0 and vocab_size:
+            more = [f"guessing scores ln({vocab_size}) = {math.log(vocab_size):.4f}"]
+        losses = f"train loss {report['train']:.4f}, val loss {report['val']:.4f}"
+        return f"step {report['step']}: {losses} ({', '.join(more)})"
 
     def taste(self, seconds):
-        """ print a line that the model writes, from the same random numbers each time, not the run's """
-        random, end, text = random_state(self.device), time.monotonic() + seconds, ""
-        torch.manual_seed(self.config.seed)
-        for ch in stream(self.model, self.tokenizer, beginning(self.tokenizer), 70):
-            text += "↵" if ch == "\n" else ch if ch.isprintable() else " "
-            if time.monotonic() > end:
-                break
-        set_random_state(random)
+        """ print a line that the model writes within so many seconds, always from the same random numbers """
+        tokenizer = Tokenizer(self.state.chars)
+        text, end = "", time.monotonic() + seconds
+        with random_numbers_kept(self.device):
+            torch.manual_seed(self.state.config.seed)
+            for ch in stream(self.state.model, tokenizer, first_character(tokenizer), 70):
+                shown = ch if ch.isprintable() else " "
+                text += "↵" if ch == "\n" else shown
+                if time.monotonic() > end:
+                    break
         say(f"    | {text}")
 
-    def save(self, name):
-        """ write best.pt (a model to write with) or last.pt (with all that an exact continuation takes) """
+    def seconds(self):
+        return time.monotonic() - self.began_at
+
+    def read_losses(self, together=True):
+        """ the losses that are still on the device, means over the processes; a NaN ends the run """
+        if not self.unread:
+            return
+        losses, self.unread = torch.stack(self.unread).tolist(), []
+        if together:
+            losses = mean_over_processes(losses)
+        for loss in losses:
+            require_finite(len(self.state.losses), loss)
+            self.state.losses.append(loss)
+
+    # the folder
+
+    def save_report(self, is_last):
+        """ the files after a report: best.pt if it is the best, last.pt unless it was saved a moment ago """
         if not self.out:
             return
-        path, began = self.out / name, time.monotonic()
-        state = dict(self.header, chars="".join(self.tokenizer.chars), config=settings(self.config),
-                     id=self.id, step=self.step, model=self.model.state_dict())
-        if name == "last.pt":
-            self.read_losses()
-            if not all(p.isfinite().all() for p in self.model.parameters()):
-                raise Diverged(f"the weights are not finite at step {self.step}; use a lower --learning_rate")
-            self.saved = began
-            state.update(optimizer=self.optimizer.state_dict()["state"], random=self.random, best=self.best,
-                         history=self.history, curve=self.curve, twenty=self.twenty, seconds=self.elapsed())
-        content = io.BytesIO()
-        torch.save(dict(state, checksum=checksum(state)), content)
-        try:
-            write_whole(path, content.getbuffer())
-        except OSError as error:
-            remedy = "make room" if is_full(error) else "make it writable"
-            more = "continue with --resume" if (self.out / "last.pt").exists() else "start again"
-            raise RunFailed(f"cannot write {path}: {error.strerror}; {remedy}, then {more}") from None
-        self.saving += time.monotonic() - began
+        rests = self.seconds_to_save > 0.5 and time.monotonic() - self.saved_at < SAVE_REST
+        files = {}
+        if is_last or not rests:
+            files["last.pt"] = self.complete_contents()
+        if self.state.best is self.state.reports[-1]:
+            files["best.pt"] = contents(self.state, complete=False)
+        if self.is_new and not is_last:
+            self.first_files = copy.deepcopy(files)  # the next step will change the weights
+        else:
+            self.write(files)
 
-    def save_record(self):
-        """ loss.csv, a row for each report; that it cannot be written just now does not end the run """
+    def save(self):
+        """ the state into last.pt """
         if self.out:
-            lines = [",".join(map(str, row)) for row in (RECORD, *(row.values() for row in self.history))]
+            self.write({"last.pt": self.complete_contents()})
+
+    def complete_contents(self):
+        """ what last.pt is to contain; Diverged if a weight is not a number, or about to be none """
+        norm = nn.utils.get_total_norm([p.detach() for p in self.state.model.parameters()])
+        if not norm.isfinite():
+            step = self.state.step
+            raise Diverged(f"the weights are not finite at step {step}; use a lower --learning_rate")
+        self.state.seconds = self.seconds()
+        return contents(self.state, complete=True)
+
+    def write(self, files):
+        """ {name: contents}, and the record; before its first file a new run moves an earlier one aside """
+        if self.is_new:
+            aside = move_aside(self.out, FILES)
+            if aside:
+                note(f"the earlier run in {self.out} is now in {aside}")
+            self.is_new = False
+        for name, saved in files.items():
+            began_at = time.monotonic()
             try:
-                write_whole(self.out / "loss.csv", "".join(f"{line}\n" for line in lines).encode())
+                write_whole(self.out / name, partial(torch.save, saved))
             except OSError as error:
-                note(f"notice: cannot write loss.csv: {error.strerror}; the next report tries again")
+                remedy = "make room" if is_full(error) else "make it writable"
+                then = "continue with --resume" if (self.out / "last.pt").exists() else "start again"
+                path = self.out / name
+                raise RunFailed(f"cannot write {path}: {error.strerror}; {remedy}, then {then}") from None
+            if name == "last.pt":
+                self.saved_at = time.monotonic()
+                self.seconds_to_save = self.saved_at - began_at
+        self.write_record()
+
+    def write_record(self):
+        """ loss.csv, a row for each report; that it cannot be written just now does not end the run """
+        rows = [list(report.values()) for report in self.state.reports]
+        rows.insert(0, list(self.state.reports[0]) if self.state.reports else [])
+        lines = "".join(",".join(map(str, row)) + "\n" for row in rows)
+        try:
+            write_whole(self.out / "loss.csv", lambda file: file.write(lines.encode()))
+        except OSError as error:
+            note(f"notice: cannot write loss.csv: {error.strerror}; the next report tries again")
 
     def rescue(self, error, command):
-        """ after an error save the beginning of this step, unless its weights are spoiled or half updated """
-        if self.optimizer is None or isinstance(error, Diverged):
+        """ after an error save the beginning of this step; what fails here is said, and hides nothing """
+        if not self.out or isinstance(error, Diverged):
             return
-        if {int(state["step"]) for state in self.optimizer.state.values()} <= {self.step}:
-            with suppress(RunFailed):
-                self.save("last.pt")
-                note(f"stopped at step {self.step} and saved; to continue: {command}")
+        if self.is_new:
+            note("stopped before the first step was done, so nothing was saved")
+            return
+        step = self.state.step
+        try:
+            if self.is_half_updated():
+                raise RunFailed("the weights are half updated")
+            self.read_losses(together=False)
+            self.save()
+        except Exception as failure:
+            reason = str(failure).partition("\n")[0]
+            note(f"notice: step {step} is not saved, and last.pt is of an earlier one: {reason}")
+        else:
+            note(f"stopped at step {step} and saved; to continue: {command}")
+
+    def is_half_updated(self):
+        """ whether the error came in the middle of an update of the weights """
+        memories = self.state.optimizer.state.values()
+        return {int(memory["step"]) for memory in memories if "step" in memory} - {self.state.step} != set()
 
 
 def require_finite(step, *losses):
     for loss in losses:
         if not math.isfinite(loss):
-            raise Diverged(f"the loss is {loss} at step {step}; try a lower --learning_rate or --grad_clip 1 "
-                           "(the checkpoints date from before that)")
-
-
-# ---- files
-
-
-def settings(flags):
-    """ what a checkpoint keeps of the flags, as plain values """
-    return {name: getattr(flags, name) for name in [f.name for f in fields(Config)] + ["size", "init_from"]}
-
-
-def checksum(checkpoint):
-    """ of plain values, shapes and types, not of the weights: an edited file is found out """
-    def plain(value):
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(item) for item in value]
-        return (value.dtype, value.shape, value.stride()) if isinstance(value, torch.Tensor) else value
-
-    return hashlib.sha256(repr(plain(checkpoint)).encode()).hexdigest()
-
-
-def read_checkpoint(path):
-    """ the dictionary in a checkpoint, on the CPU; UserError for a missing, damaged or foreign file """
-    if not os.path.exists(path):
-        raise UserError(f"there is no {path}; train first (python gpt.py), or name a run's folder with --out")
-    try:
-        with warnings.catch_warnings():  # it warns of what it then refuses
-            warnings.simplefilter("ignore")
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)  # plain types, no code
-        if checkpoint.pop("checksum") != checksum(checkpoint):
-            raise ValueError("edited after it was saved")
-        return checkpoint
-    except Exception as error:  # of many kinds
-        raise UserError(f"{path} is not a checkpoint of gpt.py, or it is damaged ({type(error).__name__}: "
-                        f"{str(error).partition(chr(10))[0][:100]}); name another, or train again") from None
-
-
-def origin(path):
-    """ (run, step) that a checkpoint is from; None if the file does not say """
-    with suppress(UserError):
-        checkpoint = read_checkpoint(path)
-        return checkpoint["id"], checkpoint["step"]
-
-
-def build(checkpoint, config, path):
-    """ the model in a checkpoint; UserError, in torch's words, where gpt.py now makes another """
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
-        model = GPTLanguageModel(config, len(checkpoint["chars"]))
-    try:
-        model.load_state_dict(checkpoint["model"])
-    except RuntimeError as error:
-        raise UserError(f"{path} does not fit the model that gpt.py makes now: {error}") from None
-    return model
-
-
-def load(path="out/best.pt", device="auto"):
-    """ (model, tokenizer) of a checkpoint, ready to generate; UserError if the file is not one """
-    checkpoint = read_checkpoint(Path(path))
-    names = {f.name for f in fields(Flags)}
-    config = Flags(**{name: value for name, value in checkpoint["config"].items() if name in names})
-    return build(checkpoint, config, path).to(pick_device(device)).eval(), Tokenizer(checkpoint["chars"])
+            raise Diverged(f"the loss is {loss} at step {step}; try a lower --learning_rate or --grad_clip 1")
 
 
 # ---- writing and measuring
@@ -709,12 +900,13 @@ def load(path="out/best.pt", device="auto"):
 
 def refuse_unknown(text, tokenizer, name):
     """ UserError if the text has characters that the model never saw """
-    if unknown := sorted(set(text) - set(tokenizer.chars)):
+    unknown = sorted(set(text) - set(tokenizer.chars))
+    if unknown:
         raise UserError(f"{name} has characters that the model never saw: {listed(unknown)}; it knows "
                         f"{listed(tokenizer.chars)}")
 
 
-def beginning(tokenizer):
+def first_character(tokenizer):
     """ what a text without a prompt begins with: a newline, if the model knows one """
     return "\n" if "\n" in tokenizer.chars else tokenizer.chars[0]
 
@@ -728,161 +920,164 @@ def stream(model, tokenizer, prompt, max_new_tokens, temperature=1.0, top_k=None
 
 
 def until(stop, characters):
-    """ the characters before `stop`; its length less one is held back, since that may be its beginning """
-    held = ""
+    """ the characters before the text `stop`; the last few wait, since they may be its beginning """
+    waiting = ""
     for ch in characters:
-        held += ch
-        if stop and held.endswith(stop):
-            held = held[:-len(stop)]
+        waiting += ch
+        if stop and waiting.endswith(stop):
+            waiting = waiting[:-len(stop)]
             break
-        if len(held) >= len(stop):
-            yield held[0]
-            held = held[1:]
-    yield held
+        if len(waiting) >= len(stop):
+            yield waiting[0]
+            waiting = waiting[1:]
+    yield waiting
 
 
-def write_text(model, tokenizer, flags, prompt, interrupts):
+def write_samples(model, tokenizer, flags, prompt, interrupts):
     """ print flags.num_samples texts, each character as soon as it is drawn """
-    prompt = prompt or beginning(tokenizer)
+    prompt = prompt or first_character(tokenizer)
+    stop = typed_text(flags.stop, "--stop")
     for number in range(flags.num_samples):
         show(("\n---\n" if number else "") + prompt, end="")
         characters = stream(model, tokenizer, prompt, flags.max_new_tokens, flags.temperature, flags.top_k)
-        for ch in until(flags.stop.replace("\\n", "\n"), characters):
+        for ch in until(stop, characters):
             interrupts.check()
             show(ch, end="")
     show("")
 
 
 @torch.no_grad()
-def score(model, tokens, between=lambda: None):
+def score(model, tokens, tick=lambda: None):
     """ the mean loss in nats over tokens (N,), each but the first predicted once, in windows side by side """
     T, device = model.block_size, model.lm_head.weight.device
     x, y = tokens[:-1], tokens[1:]
     n = len(x) // T * T  # as much as fills windows of block_size; one shorter window takes the rest
     rows = max(1, 2**14 // T)
-    windows = [*zip(x[:n].view(-1, T).split(rows), y[:n].view(-1, T).split(rows)), (x[None, n:], y[None, n:])]
-    total, was_training = 0.0, model.training
-    model.eval()
-    for xb, yb in windows:
-        between()
-        if yb.numel():
+    windows = [*zip(x[:n].view(-1, T).split(rows), y[:n].view(-1, T).split(rows))]
+    if n < len(x):
+        windows.append((x[None, n:], y[None, n:]))
+    losses, sizes = [], []
+    with eval_mode(model):
+        for xb, yb in windows:
+            tick()
             logits, loss = model(xb.to(device).long(), yb.to(device).long())
-            total += loss.item() * yb.numel()
-    model.train(was_training)
-    return total / len(y)
+            losses.append(loss)
+            sizes.append(yb.numel())
+    return sum(loss * size for loss, size in zip(torch.stack(losses).tolist(), sizes)) / len(y)
 
 
-# ---- the program
+# ---- tasks
 
 
-def use_model(task, flags, start):
-    """ --sample, --score and --attention: what a model that is there already can do """
-    path = flags.init_from or Path(flags.out) / "best.pt"
-    model, tokenizer = build(start, flags, path).to(flags.device).eval(), Tokenizer(start["chars"])
-    if task == "attention":
-        if not flags.attention:
-            raise UserError("--attention takes a text of one character or more")
-        asked = flags.attention.replace("\\n", "\n")
-        refuse_unknown(asked, tokenizer, "--attention")
-        text = asked[-min(model.block_size, 40):]  # more would be too small to read
-        if len(text) < len(asked):
-            note(f"notice: the picture shows the last {len(text)} characters")
-        maps = attention_maps(model, tokenizer, text)
-        Path(flags.out).mkdir(parents=True, exist_ok=True)
+def train_task(flags, start):
+    """ train, say how good the model became, let it write, and say where everything is """
+    out = Path(flags.out)
+    with ExitStack() as stack:
+        on_rank_0(stack.enter_context, locked(out))
+        tokenizer, text, splits = read_splits(flags, start)
+        dtype = pick_dtype(flags.dtype, flags.device)
+        state = new_state(flags, start, tokenizer, text)
+        announce(state, start, splits, dtype)
+        compare_heads(state.model, flags)
+        interrupts = stack.enter_context(Interrupts())
+        run = Run(state, out if rank() == 0 else None, interrupts)
+        compiled = flags.compile if flags.compile is not None else flags.device.startswith("cuda")
+        if flags.device.startswith("cuda"):  # one to four bytes a character: small there
+            splits = {split: tokens.to(flags.device) for split, tokens in splits.items()}
         try:
-            draw_attention(maps, text, Path(flags.out) / "attention.png")
-        except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # so matplotlib fails
-            reason = str(error)[:100]
-            raise UserError(f'--attention needs matplotlib ({reason}): pip install -e ".[plot]"') from None
-    elif task == "score":
-        text = read_text(flags.score)
-        refuse_unknown(text, tokenizer, flags.score)
-        if len(text) < 2:
-            raise UserError(f"{flags.score} is too short to measure; use two characters or more")
-        loss = score(model, torch.from_numpy(encode_text(text, tokenizer.stoi)))
-        say(f"{flags.score}: {len(text):,} characters, {loss:.4f} nats per character, "
-            f"{loss / math.log(2):.4f} bits per character, perplexity {math.exp(min(loss, 700)):.5g}")
-    else:
-        prompt = (flags.prompt or "").replace("\\n", "\n").encode("utf-8", "surrogateescape")
-        if prompt == b"-":
-            typed = getattr(sys.stdin, "buffer", sys.stdin).read() if sys.stdin else b""
-            prompt = typed.encode() if isinstance(typed, str) else typed
-        prompt = decode_text(io.BytesIO(prompt), "the prompt")
-        refuse_unknown(prompt, tokenizer, "the prompt")
-        seed = torch.seed() % 2**32 if flags.sample_seed is None else flags.sample_seed
-        note(f"{path}, --sample_seed {seed}")
-        torch.manual_seed(seed)
-        with Interrupts() as interrupts:
-            write_text(model, tokenizer, flags, prompt, interrupts)
-
-
-def prepare(flags, start, name, text):
-    """ (tokenizer, data, what the checkpoints say about the text); UserError if this text is not suitable """
-    tokenizer = Tokenizer(start["chars"] if start else text)
-    if start:
-        refuse_unknown(text, tokenizer, name)
-    data = split_data(text, tokenizer)
-    check_length(name, data, flags.block_size)
-    digest = hashlib.sha256(data["train"].numpy())
-    digest.update(data["val"].numpy())
-    if flags.resume and digest.hexdigest() != start["sha256"]:
-        raise UserError(f"{name} is not the text that the run in {flags.out} trains on ({start['text']}); to "
-                        f"train on another, use --init_from {flags.out}/best.pt and another --out")
-    return tokenizer, data, {"text": name, "sha256": digest.hexdigest()}
-
-
-def train_and_sample(flags, start, why, given, tokenizer, data, header):
-    """ a run: the training, how good it became, a sample, and where everything is """
-    out, device, dtype = Path(flags.out), flags.device, pick_dtype(flags.dtype, flags.device)
-    torch.manual_seed(flags.seed)
-    model = build(start, flags, "the checkpoint") if start else GPTLanguageModel(flags, len(tokenizer.chars))
-    model.to(device)
-    threads = f" ({torch.get_num_threads()} threads)" if device == "cpu" else ""
-    processes = f", {world_size()} processes" if world_size() > 1 else ""
-    numbers, length = "bfloat16" if dtype else "float32", sum(map(len, data.values()))
-    say(f"device: {device}{threads}{processes}, {numbers}, torch {torch.__version__}")
-    say(f"text:   {header['text']}, {length:,} characters, a vocabulary of {len(tokenizer.chars)}")
-    say(f"model:  {sum(p.numel() for p in model.parameters()):,} parameters: "
-        + ", ".join(f"{name} {getattr(flags, name)}" for name in SHAPE))
-    say(f"size:   {why}")
-    if device.startswith("cuda"):
-        data = {split: tokens.to(device) for split, tokens in data.items()}  # bytes: small beside the model
-        if world_size() > 1:
-            torch.cuda.manual_seed(flags.seed + rank())  # dropout of its own for each process
-    if rank() == 0 and not flags.resume:
-        if aside := move_aside(out, FILES):
-            note(f"the earlier run in {out} is now in {aside}")
-    with Interrupts() as interrupts:
-        compiled = flags.compile if flags.compile is not None else device.startswith("cuda")
-        accelerated = Accelerated(model, flags, dtype, compiled)
-        run = Run(model, flags, None if rank() else out, tokenizer, header, start if flags.resume else None,
-                  interrupts)
-        try:
-            train(accelerated, data, flags, device, run)
+            train(Accelerated(state, dtype, compiled), splits, flags, flags.device, run)
         except Exception as error:
-            run.rescue(error, command(given, "--resume"))
+            run.rescue(error, command(start.given, "--resume"))
             raise
-        number = rank()
-        leave(together=True)
-        if number:
-            return  # process 0 does the rest alone
-        seconds, best = run.elapsed(), run.best
-        try:
-            model.load_state_dict(read_checkpoint(out / "best.pt")["model"])
-        except UserError as error:
-            note(f"notice: the last model writes instead of the best, since {error}")
-        loss = score(model, data["val"], interrupts.check)
-        say(f"best:   val loss {best['val']:.4f} at step {best['step']}; over the whole validation text "
-            f"{loss:.4f}, which is {loss / math.log(2):.4f} bits per character")
-        say(f"time:   {clock(seconds)}; the best model writes:")
-        torch.manual_seed(flags.seed if flags.sample_seed is None else flags.sample_seed)
-        write_text(model, tokenizer, flags, "", interrupts)
-    if header["text"] == MANUAL:
+        if left_alone():
+            finish(run, splits, start)
+
+
+def read_splits(flags, start):
+    """ (tokenizer, the text's name and sha256, splits); UserError if this text is not suitable """
+    learned = start.checkpoint.get("text") if start.checkpoint else None
+    goes_on = learned and learned["name"] == MANUAL and not flags.data
+    name, text = on_rank_0(find_text, MANUAL if goes_on else flags.data)
+    tokenizer = Tokenizer(start.checkpoint["chars"] if start.checkpoint else text)
+    refuse_unknown(text, tokenizer, name)
+    splits = split_data(text, tokenizer)
+    check_length(name, splits, flags.block_size)
+    digest = hashlib.sha256(splits["train"].numpy())
+    digest.update(splits["val"].numpy())
+    if flags.resume and digest.hexdigest() != learned["sha256"]:
+        raise UserError(f"{name} is not the text that the run in {flags.out} trains on ({learned['name']}); "
+                        f"to train on another, use --init_from {flags.out}/best.pt and another --out")
+    return tokenizer, {"name": name, "sha256": digest.hexdigest()}, splits
+
+
+def announce(state, start, splits, dtype):
+    """ the first lines of a run: what is computed, from what, and how """
+    flags, weights = state.config, list(state.model.parameters())
+    numbers = str(dtype or weights[0].dtype).removeprefix("torch.")
+    threads = f" ({torch.get_num_threads()} threads)" if flags.device == "cpu" else ""
+    processes = f", {world_size()} processes" if world_size() > 1 else ""
+    shape = ", ".join(f"{name} {getattr(flags, name)}" for name in SHAPE)
+    heads = "all at once; --no-fused runs Head.forward" if flags.fused else "one by one, Head.forward"
+    if start.path:
+        size = f"that of {start.path}"
+    elif "size" in start.given:
+        size = f"{flags.size}, as asked"
+    else:
+        size = f"{flags.size}, the default on {flags.device}; or choose: --size {', '.join(SIZES)}"
+    characters = sum(map(len, splits.values()))
+    say(f"device: {flags.device}{threads}{processes}, {numbers}, torch {torch.__version__}")
+    say(f"text:   {state.text['name']}, {characters:,} characters, a vocabulary of {len(state.chars)}")
+    say(f"model:  {sum(p.numel() for p in weights):,} parameters: {shape}")
+    say(f"heads:  {heads}")
+    say(f"size:   {size}")
+    if flags.resume:
+        before = rate_at(state.step, Flags(**kept_settings(start.checkpoint)))
+        now = rate_at(state.step, flags)
+        if now != before:
+            note(f"notice: the learning rate at step {state.step} was {before:.1e} and is now {now:.1e}")
+
+
+@torch.no_grad()
+def compare_heads(model, config):
+    """ a notice if Head.forward and all_at_once, the one that runs, no longer compute the same """
+    if not config.fused:
+        return
+    numbers = torch.Generator().manual_seed(0)  # of its own: the run's stay as they are
+    x = 3 * torch.randn(1, 8, config.n_embd, generator=numbers)  # (B, T, C)
+    try:
+        sa = model.blocks[0].sa
+        x = x.to(next(sa.parameters()))
+        with eval_mode(sa):
+            one_by_one = torch.cat([h(x) for h in sa.heads], dim=-1)
+            if not torch.allclose(sa.all_at_once(x), one_by_one, rtol=1e-3, atol=1e-4):
+                note("notice: Head.forward and all_at_once no longer compute the same; all_at_once runs, and "
+                     "--no-fused runs Head.forward")
+    except Exception as error:  # of a learner's own model
+        note(f"notice: Head.forward and all_at_once cannot be compared ({type(error).__name__}: {error})")
+
+
+def finish(run, splits, start):
+    """ after the training: how good the best model became, what it writes, where everything is """
+    state, out = run.state, run.out
+    flags, tokenizer = state.config, Tokenizer(state.chars)
+    seconds = run.seconds()
+    try:
+        state.model.load_state_dict(read_checkpoint(out / "best.pt")["model"])
+    except UserError as error:
+        note(f"notice: the last model writes instead of the best, since {error}")
+    loss = score(state.model, splits["val"], run.interrupts.check)
+    best = f"val loss {state.best['val']:.4f} at step {state.best['step']}"
+    say(f"best:   {best}; over the whole validation text {loss:.4f}, which is {loss / math.log(2):.4f} "
+        "bits per character")
+    say(f"time:   {clock(seconds)}; the best model writes:")
+    torch.manual_seed(flags.seed if flags.sample_seed is None else flags.sample_seed)
+    write_samples(state.model, tokenizer, flags, "", run.interrupts)
+    if state.text["name"] == MANUAL:
         note(f"notice: the model learned {MANUAL}, not Shakespeare. {BY_HAND}")
     say(f"\nfiles:  in {out}: best.pt (the best model), last.pt (to continue), loss.csv (the record)")
-    say(f"write:  {command(given, '--sample')}")
+    say(f"write:  {command(start.given, '--sample')}")
     try:
-        draw_loss(run.history, run.curve, run.best, len(tokenizer.chars), out / "loss.png")
+        draw_loss(state.losses, state.reports, state.best, len(state.chars), out / "loss.png")
     except ModuleNotFoundError:
         pass  # matplotlib is an optional extra
     except Exception as error:
@@ -891,58 +1086,74 @@ def train_and_sample(flags, start, why, given, tokenizer, data, header):
 
 def command(given, task):
     """ a command to paste into a shell: what a checkpoint does not keep is said again """
-    words = ["python", "gpt.py" if Path.cwd() == Path(__file__).resolve().parent else __file__, task]
+    script = INPUT.with_name("gpt.py")
+    words = ["python", "gpt.py" if Path.cwd() == script.parent else str(script), task]
     names = ["out", "device"] + (["dtype", "compile"] if task == "--resume" else [])
-    words += [word for name in names if name in given for word in (f"--{name}", str(given[name]))]
-    return shlex.join(words)
+    for name in names:
+        if name in given:
+            words += [f"--{name}", str(given[name])]
+    return quoted(words)
 
 
-def perform(parser, given, number, processes, local_rank):
-    """ do what the flags ask for; process 0 checks everything before it joins the others """
-    task, flags, start, why = settle(given, processes, local_rank)
-    if flags.device.startswith("cuda"):
-        torch.cuda.set_device(flags.device)
-    if task != "train":
-        if number == 0:
-            if processes > 1:
-                join()  # let the others go
-                leave()
-            with plain_errors(parser, "use a smaller model, or --device cpu"):
-                use_model(task, flags, start)
-        return
-    with claimed(Path(flags.out)) if number == 0 else nullcontext():
-        found = [None]
-        if number == 0:
-            fallback = start and start["text"] == MANUAL and not flags.data
-            found = [find_text(MANUAL if fallback else flags.data)]
-            prepared = prepare(flags, start, *found[0])
-        if processes > 1:
-            if number == 0:
-                join()
-            torch.distributed.broadcast_object_list(found)
-            if number:
-                prepared = prepare(flags, start, *found[0])
-        found.clear()  # frees a long text
-        train_and_sample(flags, start, why, given, *prepared)
+def sample_task(flags, start):
+    """ write """
+    model, tokenizer = load_model(flags, start)
+    prompt = read_standard_input() if flags.prompt == "-" else typed_text(flags.prompt or "", "the prompt")
+    refuse_unknown(prompt, tokenizer, "the prompt")
+    seed = torch.seed() % 2**32 if flags.sample_seed is None else flags.sample_seed
+    note(f"{start.path}, --sample_seed {seed}")
+    torch.manual_seed(seed)
+    with Interrupts() as interrupts:
+        write_samples(model, tokenizer, flags, prompt, interrupts)
+
+
+def score_task(flags, start):
+    """ measure how well a model predicts a text """
+    model, tokenizer = load_model(flags, start)
+    text = read_text(flags.score)
+    refuse_unknown(text, tokenizer, flags.score)
+    if len(text) < 2:
+        raise UserError(f"{flags.score} is too short to measure; use two characters or more")
+    loss = score(model, torch.from_numpy(encode_text(text, tokenizer.stoi)))
+    say(f"{flags.score}: {len(text):,} characters, {loss:.4f} nats per character, "
+        f"{loss / math.log(2):.4f} bits per character, perplexity {math.exp(min(loss, 700)):.5g}")
+
+
+def attention_task(flags, start):
+    """ draw where each head looks """
+    model, tokenizer = load_model(flags, start)
+    text = typed_text(flags.attention, "--attention")
+    if not text:
+        raise UserError("--attention takes a text of one character or more")
+    refuse_unknown(text, tokenizer, "--attention")
+    shown = text[-min(model.block_size, 40):]  # more would be too small to read
+    if len(shown) < len(text):
+        note(f"notice: the picture shows the last {len(shown)} characters")
+    maps = attention_maps(model, tokenizer, shown)
+    try:
+        draw_attention(maps, shown, Path(flags.out) / "attention.png")
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # so matplotlib fails
+        reason = str(error)[:100]
+        raise UserError(f'--attention needs matplotlib ({reason}): pip install -e ".[plot]"') from None
+
+
+TASKS = {"train": train_task, "sample": sample_task, "score": score_task, "attention": attention_task}
 
 
 def main(argv=None):
-    """ the program; the CPU's random numbers and the signal handlers are left as they were found """
-    parser = make_parser(Flags, __doc__, SIZES)
-    remedy = "lower --batch_size first, then --block_size or --n_embd, or use --size laptop"
-    with plain_errors(parser, remedy):
-        try:
-            number, processes, local_rank = launched()
-            if number and {"-h", "--help"} & set(sys.argv[1:] if argv is None else argv):
-                return  # process 0 shows the help
-            if number:
-                join()
-            with torch.random.fork_rng(devices=[]):
-                perform(parser, parse(parser, argv), number, processes, local_rank)
-        except Interrupted as signalled:
-            sys.exit(128 + signalled.args[0])
-        finally:
-            leave()
+    """ the program; random numbers, signal handlers and torch's settings are left as they were found """
+    parser = make_parser(Flags, "gpt.py", __doc__, SIZES)
+    with plain_errors(parser, LESS_MEMORY), joined():
+        given = parse(parser, argv)
+        if given.get("size") == "auto":
+            del given["size"]
+        task = pick_task(given)
+        flags, start = read_flags(task, given)
+        if task != "train" and not left_alone():
+            return
+        remedy = LESS_MEMORY if task == "train" else "use a smaller model, or --device cpu"
+        with plain_errors(parser, remedy), torch_for_a_run(flags.device):
+            TASKS[task](flags, start)
 
 
 if __name__ == "__main__":

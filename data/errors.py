@@ -1,10 +1,7 @@
 """
-Errors in one sentence: what a person can mend, what the machine lacks. Our own mistakes keep their traceback.
+The errors that are worth a sentence. All others are mistakes of our own, and keep their traceback.
 """
-import os
 import re
-import sys
-from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -17,42 +14,22 @@ class RunFailed(Exception):
 
 def explain(error, remedy):
     """ one sentence for an error of the machine, with the remedy if it lacks memory; None for any other """
-    memory = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|Storage size calculation overflow"
-    if "no kernel image is available" in str(error):
+    message = str(error)
+    if "no kernel image is available" in message:
         return "this build of torch has no kernels for this GPU; install another build, or use --device cpu"
-    if isinstance(error, MemoryError) or re.search(memory, str(error)):
+    if "busy or unavailable" in message:
+        return "the GPU is taken by another program; wait, or choose another one with --device"
+    if others := memory_of_others(message):
+        return f"out of memory: other programs hold {others:.0f} GiB of the GPU; wait, or use another --device"
+    memory = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|Storage size calculation overflow"
+    if isinstance(error, MemoryError) or re.search(memory, message):
         return f"out of memory; {remedy}"
     return None
 
 
-@contextmanager
-def plain_errors(parser, remedy):
-    """ one sentence and an exit status for what a person can mend or the machine lacks; other errors stay """
-    try:
-        yield
-    except UserError as error:
-        parser.error(str(error))
-    except RunFailed as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        pass  # the reader of our output is gone, as after `| head`
-    except OSError as error:
-        parser.exit(1, f"{parser.prog}: cannot continue: {error}\n")
-    except (MemoryError, RuntimeError) as error:
-        if not (sentence := explain(error, remedy)):
-            raise
-        parser.exit(1, f"{parser.prog}: {sentence}\n")
-
-
-def run_script(main):
-    """ main(), and an end without a second complaint where standard output is closed or full """
-    try:
-        main()
-    finally:
-        try:
-            if sys.stdout:  # None where it was closed
-                sys.stdout.flush()
-        except OSError:  # Python flushes once more at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def memory_of_others(message):
+    """ GiB of a GPU that other programs hold, from torch's message; 0 if this program holds more """
+    others = re.findall(r"Process \d+ has ([\d.]+) GiB memory in use", message)
+    ours = re.findall(r"this process has ([\d.]+) GiB memory in use", message)
+    gib_of_others, our_gib = sum(map(float, others)), sum(map(float, ours))
+    return gib_of_others if gib_of_others > our_gib else 0.0

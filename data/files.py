@@ -9,28 +9,43 @@ from contextlib import contextmanager, suppress
 from data.errors import UserError
 
 
-def write_whole(path, content):
-    """ bytes into a file, so that the old or the new one is always there; OSError after some tries """
+def write_whole(path, write):
+    """ write(file) into a file, so that the old or the new one is always there; OSError after some tries """
     part = path.with_name(f"{path.name}.part")
     for pause in (0.1, 0.4, 1.0, None):  # seconds: another program may hold the file for a moment
         try:
             path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed in the meantime
             with open(part, "wb") as file:
-                file.write(content)
+                write(file)
                 file.flush()
-                try:
-                    os.fsync(file.fileno())
-                except OSError as error:
-                    if error.errno != errno.EINVAL:  # so say file systems that cannot
-                        raise
+                sync(file)
             os.replace(part, path)
             return
-        except OSError as error:
-            if pause is None or is_full(error):
+        except (OSError, RuntimeError) as error:
+            cause = os_error_behind(error)
+            if pause is None or is_full(cause):
                 with suppress(OSError):
                     part.unlink()
-                raise
+                raise cause from None
         time.sleep(pause)
+
+
+def os_error_behind(error):
+    """ the OSError that torch.save met and put into words of its own, or the error itself if it is one """
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error.__context__, OSError):
+        return error.__context__
+    raise error
+
+
+def sync(file):
+    """ wait until the disk has it, where the file system can tell """
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the answer of file systems that cannot
+            raise
 
 
 def is_full(error):
@@ -39,23 +54,42 @@ def is_full(error):
 
 
 @contextmanager
-def claimed(folder):
-    """ the folder of a run, made and locked; UserError when another run holds it """
+def locked(folder):
+    """ the folder of a run, made and locked; UserError when another run holds it; removed if left empty """
+    lock = folder / ".lock"
+    made = not lock.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")
+        file = open(lock, "a")
     except OSError as error:
         raise UserError(f"cannot write to --out {folder}: {error.strerror}; name another folder") from None
-    with lock:
+    with file:
+        lock_file(file, folder)
         try:
-            import fcntl  # not on Windows
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN):  # others say nothing
-                raise UserError(f"another run is writing to {folder}; wait, or name another --out") from None
-        yield
+            yield
+        finally:
+            if made:
+                remove_if_empty(folder, lock)
+
+
+def lock_file(file, folder):
+    """ UserError if another process has locked it; where there are no locks, the run goes ahead """
+    try:
+        import fcntl  # not on Windows
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:
+        pass
+    except OSError as error:  # the other numbers are those of a file system without locks
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN):
+            raise UserError(f"another run is writing to {folder}; wait, or name another --out") from None
+
+
+def remove_if_empty(folder, lock):
+    """ a run that wrote nothing leaves nothing """
+    with suppress(OSError):
+        if os.listdir(folder) == [lock.name]:
+            lock.unlink()
+            folder.rmdir()
 
 
 def move_aside(folder, names):

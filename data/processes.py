@@ -1,36 +1,57 @@
 """
-Several processes that compute one run, as torchrun starts them. Alone, a process is number 0 of 1.
+Several processes that compute one run, as a launcher such as torchrun starts them. All do the same; process 0
+alone speaks and writes. Without a launcher there is one process, number 0 of 1.
 """
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 
 from data.errors import UserError
 
+LAUNCHER = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]  # what a launcher sets in the environment
+shared = {}  # "store": a small table that all processes see, from the moment they meet
+
 
 def launched():
-    """ (rank, number of processes, rank on this machine), from torchrun; UserError for what it left over """
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK"]
+    """ whether a launcher started this process as one of several; UserError for half of its settings """
+    if os.environ.get("WORLD_SIZE", "") == "1":
+        return False
+    found = [name for name in [*LAUNCHER, "LOCAL_RANK"] if name in os.environ]
     with suppress(KeyError, ValueError):
-        number, processes, local_rank = (int(os.environ[name]) for name in names)
-        started = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
-        if started and 0 <= number < processes and "MASTER_ADDR" in os.environ:
-            return number, processes, local_rank
-    if found := [name for name in names if name in os.environ]:
-        raise UserError(f"the environment has {found[0]}={os.environ[found[0]]}, but torchrun did not start "
-                        f"this process; unset {' and '.join(found)}, or start with torchrun")
-    return 0, 1, 0
+        number, processes, port = (int(os.environ[name]) for name in ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+        if 0 <= number < processes and port and "MASTER_ADDR" in found and torch.distributed.is_available():
+            return True
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(found):
+        raise UserError(f"the environment has {found[0]}={os.environ[found[0]]}, but not all that a launcher "
+                        f"sets ({', '.join(LAUNCHER)}); unset {' and '.join(found)}, or start with torchrun")
+    return False
+
+
+@contextmanager
+def joined():
+    """ together with the other processes, if there are several; afterwards each is alone """
+    if launched():
+        join()
+    try:
+        yield
+    finally:
+        leave()
 
 
 def join():
-    """ meet the other processes: from here on they compute one run, and process 0 speaks and writes """
+    """ meet the other processes; UserError if they do not come, or cannot be reached """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
-        torch.distributed.init_process_group(backend, timeout=timedelta(minutes=10))
-    except (torch.distributed.DistError, ValueError) as error:
-        raise UserError(f"the other processes did not come: {str(error)[:100]}; start all again") from None
+        store, number, processes = next(torch.distributed.rendezvous("env://", timeout=timedelta(minutes=10)))
+        shared["store"] = store
+        torch.distributed.init_process_group(backend, store=torch.distributed.PrefixStore("run", store),
+                                             rank=number, world_size=processes, timeout=timedelta(minutes=10))
+    except (torch.distributed.DistError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0][:150]
+        raise UserError(f"the processes cannot meet: {reason}; check the network and the settings of the "
+                        "launcher, then start all again") from None
 
 
 def leave(together=False):
@@ -41,13 +62,78 @@ def leave(together=False):
         torch.distributed.destroy_process_group()
 
 
+def left_alone():
+    """ all part from one another; True in process 0, which does alone what remains """
+    number = rank()
+    leave(together=True)
+    return number == 0
+
+
 def several():
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def rank():
+    """ the number of this process """
+    return torch.distributed.get_rank() if several() else 0
+
+
 def world_size():
+    """ how many processes there are """
     return torch.distributed.get_world_size() if several() else 1
 
 
-def rank():
-    return torch.distributed.get_rank() if several() else 0
+def local_rank():
+    """ the number of this process among those on this machine """
+    return int(os.environ.get("LOCAL_RANK", rank())) if several() else 0
+
+
+def started_again():
+    """ whether the launcher started this process again, after one of them had failed """
+    return several() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+
+
+def first_to_fail():
+    """ whether no other process has spoken of an error yet: one of them does, for all """
+    if "store" not in shared:
+        return True
+    try:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return shared["store"].add(f"failures of attempt {attempt}", 1) == 1
+    except RuntimeError:  # the process that kept the table is gone
+        return True
+
+
+def on_rank_0(function, *args):
+    """ function(*args) in process 0 alone; all processes get its result, or its error """
+    result, error = None, None
+    if rank() == 0:
+        try:
+            result = function(*args)
+        except Exception as failure:
+            error = failure
+    if several():
+        outcome = [result, error]
+        torch.distributed.broadcast_object_list(outcome)
+        result, error = outcome
+    if error:
+        raise error
+    return result
+
+
+def mean_over_processes(numbers):
+    """ a list of floats, one list in each process -> the list of their means, the same in all """
+    if not several():
+        return numbers
+    tensor = torch.tensor(numbers, dtype=torch.float64)
+    torch.distributed.all_reduce(tensor)
+    return (tensor / world_size()).tolist()
+
+
+def most_over_processes(numbers):
+    """ a list of floats, one list in each process -> the list of the largest, the same in all """
+    if not several():
+        return numbers
+    tensor = torch.tensor(numbers, dtype=torch.float64)
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    return tensor.tolist()

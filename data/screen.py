@@ -1,62 +1,101 @@
 """
 What a run shows while it works, and how it is asked to stop. Process 0 speaks for all.
+
+    show    text on standard output
+    say     a line on standard output, from process 0
+    note    a line on standard error, from process 0
+    status  a line on standard error, on a terminal only, which the next one replaces
 """
-import math
+import errno
 import os
-import shutil
+import shlex
 import signal
+import subprocess
 import sys
 import time
 import unicodedata
 from contextlib import suppress
 
-import torch
-
-from data.processes import rank, world_size
+from data.processes import most_over_processes, rank, world_size
 
 
 class Interrupted(Exception):
     """ a signal asked for the end; args[0] is its number """
 
 
+# ---- the screen
+
+
 def show(text, end="\n"):
-    """ print at once, with a ? for each character that the console lacks """
+    """ print at once; a ? for each character that the console lacks, and silence if the terminal is gone """
+    if is_terminal(sys.stdout):
+        text = without_controls(text)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), end=end, flush=True)
+    try:
+        print(text.encode(encoding, "replace").decode(encoding), end=end, flush=True)
+    except OSError as error:
+        if error.errno != errno.EIO:  # what a terminal that is gone answers
+            raise
 
 
 def say(text):
-    """ a line on standard output, from process 0 """
     if rank() == 0:
         status("")
         show(text)
 
 
 def note(text):
-    """ a line on standard error, from process 0 """
     if rank() == 0:
         status("")
         with suppress(OSError):  # the terminal may be gone
-            print(text, file=sys.stderr, flush=True)
-
-
-def on_terminal():
-    return getattr(sys.stderr, "isatty", bool)() and os.environ.get("TERM") != "dumb"
+            print(without_controls(text), file=sys.stderr, flush=True)
 
 
 def status(text):
-    """ a line that the next one replaces, on a terminal """
-    if on_terminal():
+    if has_status_line() and rank() == 0:
         with suppress(OSError):
-            text = text[:shutil.get_terminal_size().columns - 1]
+            text = text[:terminal_width() - 1]
             print(f"\r{text}\x1b[K", end="" if text else "\r", file=sys.stderr, flush=True)
+
+
+def is_terminal(stream):
+    return getattr(stream, "isatty", bool)()
+
+
+def has_status_line():
+    """ whether standard error is a terminal on which a line can be replaced """
+    return is_terminal(sys.stderr) and os.environ.get("TERM") != "dumb"
+
+
+def terminal_width():
+    """ columns of the terminal that shows standard error """
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except (OSError, ValueError, AttributeError):
+        return 80
+
+
+def without_controls(text):
+    """ control characters, which can garble a terminal, as escapes such as \\x1b; newlines and tabs stay """
+    def plain(ch):
+        control = unicodedata.category(ch) == "Cc" and ch not in "\n\t"
+        return ascii(ch)[1:-1] if control else ch
+
+    return "".join(map(plain, text))
 
 
 def listed(characters):
     """ the first twenty characters, invisible and combining ones as escapes, and how many more there are """
-    clear = [ch.isprintable() and not unicodedata.combining(ch) for ch in characters[:20]]
-    shown = "".join(ch if good else ascii(ch)[1:-1] for ch, good in zip(characters, clear))
-    return f"'{shown}'" + (f" and {len(characters) - 20:,} more" if len(characters) > 20 else "")
+    def clear(ch):
+        return ch if ch.isprintable() and not unicodedata.combining(ch) else ascii(ch)[1:-1]
+
+    shown, hidden = characters[:20], len(characters) - 20
+    return f"'{''.join(map(clear, shown))}'" + (f" and {hidden:,} more" if hidden > 0 else "")
+
+
+def quoted(words):
+    """ words of a command line as one line to paste into a shell """
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def clock(seconds):
@@ -64,70 +103,74 @@ def clock(seconds):
 
 
 class Progress:
-    """ how far a run is, how fast, how long it will take """
+    """ how far a run is, how fast it is, how long it will take; work is counted in forward passes """
 
     def __init__(self, config, step):
-        last, interval = config.max_iters, config.eval_interval
-        reports = last // interval - (step - 1) // interval + (last % interval > 0)
-        self.work = 3 * (last - step) + 2 * config.eval_iters * reports  # forward passes: a step takes three
+        steps_left = config.max_iters - step
+        reports_left = config.max_iters // config.eval_interval - (step - 1) // config.eval_interval
+        if config.max_iters % config.eval_interval:
+            reports_left += 1  # the one at the end
+        self.work_left = 3 * steps_left + 2 * config.eval_iters * reports_left  # a training step takes three
         self.tokens_per_step = config.batch_size * config.block_size
-        self.done, self.steps, self.seconds = 0, 0, 0.0  # seconds: in training steps
-        self.recent_steps, self.recent_seconds, self.fastest, self.warned = 0, 0.0, math.inf, False
-        self.began = self.now = time.monotonic()
-        self.since, self.done_since = self.began, 0  # work is counted after the first pass, which is slow
-        self.next_line = self.began + 0.5
+        self.steps = 0              # training steps since the program began
+        self.seconds_training = 0.0  # spent in them
+        self.work_timed = 0         # forward passes since timed_from
+        self.timed_from = None      # when the second pass began: the first one is slow
+        self.batch_at = time.monotonic()
+        self.next_line_at = self.batch_at + 0.5
 
     def tick(self, work, text):
         """ `work` forward passes begin: a line that changes on a terminal, elsewhere a new one every 10 s """
-        self.now = time.monotonic()
-        if self.done == 0:
-            self.next_line = self.now + 0.5
-        if self.done_since == 0:
-            self.since, self.done_since = self.now, self.done
-        self.done += work
-        if self.now > self.next_line and rank() == 0:
-            self.next_line = self.now + (0.2 if on_terminal() else 10)
-            (status if on_terminal() else note)(", ".join([text, *self.speed()]))
+        self.batch_at = time.monotonic()
+        if self.timed_from is None and not self.work_timed:
+            self.next_line_at = self.batch_at + 0.5
+        if self.timed_from is None and self.work_timed:
+            self.timed_from, self.work_timed = self.batch_at, 0
+        self.work_timed += work
+        self.work_left -= work
+        if self.batch_at > self.next_line_at:
+            self.next_line_at = self.batch_at + (0.2 if has_status_line() else 10)
+            (status if has_status_line() else note)(", ".join([text, *self.speed()]))
 
-    def stepped(self, device):
+    def stepped(self):
         """ a training step is done """
-        seconds = time.monotonic() - self.now
-        self.steps, self.seconds = self.steps + 1, self.seconds + seconds
-        self.recent_steps, self.recent_seconds = self.recent_steps + 1, self.recent_seconds + seconds
-        if self.recent_seconds > 2:
-            pace, self.recent_steps, self.recent_seconds = self.recent_seconds / self.recent_steps, 0, 0.0
-            self.fastest = min(self.fastest, pace)
-            sharing = device.type == "cpu" and torch.get_num_threads() > 1
-            if pace > 3 * self.fastest and sharing and not self.warned:
-                self.warned = True
-                note(f"notice: steps take {pace / self.fastest:.0f} times as long as before; another program "
-                     "may be busy. OMP_NUM_THREADS=1 in the environment lets this run share the CPU better")
+        self.steps += 1
+        self.seconds_training += time.monotonic() - self.batch_at
 
     def speed(self):
         """ what can be said of the speed: the tokens per second, the time left """
-        parts = [f"{self.steps * self.tokens_per_step / self.seconds:,.0f} tokens/s"] if self.seconds else []
-        if self.done > self.done_since > 0:
-            pace = (time.monotonic() - self.since) / (self.done - self.done_since)
-            parts.append(f"{clock(max(0, pace * (self.work - self.done)))} left")
+        parts = []
+        if self.seconds_training:
+            parts.append(f"{self.steps * self.tokens_per_step / self.seconds_training:,.0f} tokens/s")
+        if self.timed_from:
+            seconds = time.monotonic() - self.timed_from
+            parts.append(f"{clock(seconds / self.work_timed * max(0, self.work_left))} left")
         return parts
+
+
+# ---- signals
 
 
 class Interrupts:
     """ the first Ctrl+C, SIGTERM or SIGHUP waits for the end of the step; a second one acts as before """
 
     def __init__(self):
-        self.asked, self.before = 0, {}
+        self.asked = 0         # the number of the signal that came
+        self.handlers = {}     # those of before, by number
+        self.checks_to_skip = 0
+        self.checks = 0        # since the processes last asked one another
+        self.asked_at = time.monotonic()
 
     def __enter__(self):
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)  # Windows has no SIGHUP
             if number and signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-                with suppress(ValueError):                  # only the main thread receives signals
-                    self.before[number] = signal.signal(number, self.remember)
+                with suppress(ValueError):  # only the main thread receives signals
+                    self.handlers[number] = signal.signal(number, self.remember)
         return self
 
     def __exit__(self, *error):
-        for number, handler in self.before.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
     def remember(self, number, frame):
@@ -137,11 +180,22 @@ class Interrupts:
             note("\nstopping soon; a second Ctrl+C or signal stops at once")
 
     def check(self):
-        """ Interrupted, in all processes at the same step, once one of them was asked to stop """
+        """ Interrupted, in all processes at the same batch, once one of them was asked to stop """
         asked = self.asked
         if world_size() > 1:
-            tensor = torch.tensor(asked)
-            torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-            asked = tensor.item()
+            if self.checks_to_skip:
+                self.checks_to_skip -= 1
+                self.checks += 1
+                return
+            asked = self.ask_all()
         if asked:
             raise Interrupted(asked)
+
+    def ask_all(self):
+        """ the signal that any process got; asked every sixteenth batch, or every second if that is sooner """
+        now = time.monotonic()
+        pace = (now - self.asked_at) / (self.checks + 1)
+        asked, seconds_per_batch = most_over_processes([self.asked, pace])
+        self.asked_at, self.checks = now, 0
+        self.checks_to_skip = min(15, int(1 / max(seconds_per_batch, 1e-3)))
+        return int(asked)

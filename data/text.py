@@ -3,6 +3,7 @@ How a text is found, read and encoded: UTF-8 everywhere, every line ending a new
 """
 import io
 import os
+import re
 import sys
 from contextlib import suppress
 
@@ -19,20 +20,25 @@ def find_text(path=""):
     """ (name, text): the file `path`, or input.txt, downloaded if absent, or the manual inside Python """
     if path and path != MANUAL:
         return path, read_text(path)
-    if path != MANUAL and os.path.exists(INPUT):
-        return INPUT.name, read_text(INPUT)
-    try:
-        if path != MANUAL:
-            content = download()
-            try:
-                place(content, INPUT)
-            except OSError as error:
-                print(f"notice: cannot write {INPUT}, so the text stays in memory: {error}", file=sys.stderr)
-            return INPUT.name, content.decode()
-    except ConnectionError as error:
-        print(f"{error}\nnotice: so the text is {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
+    if path != MANUAL:
+        if INPUT.exists():
+            return INPUT.name, read_text(INPUT)
+        try:
+            return INPUT.name, download_text()
+        except ConnectionError as error:
+            print(f"{error}\nnotice: so the text is {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
     from pydoc_data.topics import topics
     return MANUAL, "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def download_text():
+    """ Tiny Shakespeare, kept in input.txt if that can be written; ConnectionError if no source has it """
+    content = download()
+    try:
+        place(content, INPUT)
+    except OSError as error:
+        print(f"notice: cannot write {INPUT}, so the text stays in memory: {error}", file=sys.stderr)
+    return content.decode()
 
 
 def read_text(path):
@@ -64,8 +70,23 @@ def decode_text(file, name):
     raise UserError(f"{name} {kind}: byte 0x{content[bad]:02x} at offset {bad}; save it as UTF-8")
 
 
+def typed_text(word, name):
+    """ a text from the command line: \\n is a newline, \\\\ a backslash; UserError if it is not UTF-8 """
+    raw = word.encode("utf-8", "surrogateescape")  # the bytes, whatever the locale made of them
+    text = decode_text(io.BytesIO(raw), name)
+    return re.sub(r"\\([n\\])", lambda found: "\n" if found[1] == "n" else "\\", text)
+
+
+def read_standard_input():
+    """ what is typed or piped in, as a text file is read """
+    if not sys.stdin:
+        return ""
+    raw = getattr(sys.stdin, "buffer", sys.stdin).read()
+    return decode_text(io.BytesIO(raw.encode() if isinstance(raw, str) else raw), "the prompt")
+
+
 def encode_text(text, stoi):
-    """ [stoi[ch] for ch in text], fast: an array (N,) of the smallest integers; a stranger becomes 0 """
+    """ [stoi[ch] for ch in text], fast: an array (N,) of the smallest integers; an unknown one becomes 0 """
     dtype = next(t for t in (np.uint8, np.int16, np.int32) if len(stoi) <= np.iinfo(t).max + 1)
     table = np.zeros(sys.maxunicode + 1, dtype)
     table[[ord(ch) for ch in stoi]] = list(stoi.values())
@@ -76,9 +97,9 @@ def encode_text(text, stoi):
     return tokens
 
 
-def check_length(name, data, block_size):
+def check_length(name, splits, block_size):
     """ UserError unless both splits, {"train": (N,), "val": (M,)}, are longer than one context """
-    train, val = len(data["train"]), len(data["val"])
+    train, val = len(splits["train"]), len(splits["val"])
     if min(train, val) <= block_size:
         raise UserError(f"{name} is too short: of its {train + val:,} characters {train:,} are to train and "
                         f"{val:,} to validate, and each must be more than block_size {block_size}; use "
