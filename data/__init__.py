@@ -16,6 +16,6 @@ The text, and the machinery that both scripts share: everything a real program n
 import os
 
 # torch's threads wait for one another after each operation. This says how long they spin before they free the
-# CPU for other programs; GNU's OpenMP looks at it once, when torch is loaded, so data is imported before torch.
+# CPU for other programs; OpenMP looks at it once, when torch is loaded, so data is imported before torch.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -20,7 +20,7 @@ def explain(error, remedy):
     if "busy or unavailable" in message:
         return "the GPU is taken by another program; wait, or choose another one with --device"
     if others := memory_of_others(message):
-        return f"out of memory: other programs hold {others:.0f} GiB of the GPU; wait, or use another --device"
+        return f"out of memory; other programs hold {others:.0f} GiB of it; wait, or choose another --device"
     memory = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|Storage size calculation overflow"
     if isinstance(error, MemoryError) or re.search(memory, message):
         return f"out of memory; {remedy}"

@@ -22,7 +22,7 @@ def save_figure(figure, path):
 
 
 def draw_loss(losses, reports, best, vocab_size, path):
-    """ the losses of training steps (means of twenty), the reports, the best one, and what guessing scores """
+    """ the losses of training steps (means of twenty), the reports, the best one, what guessing scores """
     from matplotlib.figure import Figure
     figure = Figure((10, 4), layout="constrained")
     steps = [report["step"] for report in reports]

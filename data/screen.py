@@ -192,7 +192,7 @@ class Interrupts:
             raise Interrupted(asked)
 
     def ask_all(self):
-        """ the signal that any process got; asked every sixteenth batch, or every second if that is sooner """
+        """ the signal that any process got; asked every sixteenth batch, or every second if sooner """
         now = time.monotonic()
         pace = (now - self.asked_at) / (self.checks + 1)
         asked, seconds_per_batch = most_over_processes([self.asked, pace])

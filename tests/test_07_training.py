@@ -45,7 +45,7 @@ class Recorder(nn.Module):
 def test_the_loss_is_estimated_in_eval_mode_over_both_splits_without_gradients():
     model, asked = Recorder(), []
 
-    def batch(split):
+    def next_batch(split):
         asked.append(split)
         x = torch.full((2, 3), {"train": 1, "val": 5}[split] + len(asked) % 2)
         return x, x
@@ -58,7 +58,7 @@ def test_the_loss_is_estimated_in_eval_mode_over_both_splits_without_gradients()
 def test_the_learning_rate_is_constant_or_rises_and_falls_in_straight_lines_to_zero_at_the_end():
     def rates(steps, **settings):
         config = gpt.Config(learning_rate=1.0, max_iters=50, **settings)
-        return [gpt.learning_rate(step, config) for step in steps]
+        return [gpt.rate_at(step, config) for step in steps]
 
     assert rates((0, 1, 49, 50)) == [1, 1, 1, 1]
     assert rates((0, 1, 3, 4, 49), warmup_iters=4) == pytest.approx([0.25, 0.5, 1, 1, 1])
@@ -70,7 +70,7 @@ def test_the_learning_rate_is_constant_or_rises_and_falls_in_straight_lines_to_z
 @pytest.mark.parametrize("max_iters", [1, 2, 9, 10, 20, 4200])
 def test_a_run_of_a_size_reaches_its_highest_rate_however_short_it_is(max_iters):
     config = gpt.Config(**gpt.SIZES["laptop"] | {"max_iters": max_iters})
-    rates = [gpt.learning_rate(step, config) for step in range(max_iters)]
+    rates = [gpt.rate_at(step, config) for step in range(max_iters)]
     assert max(rates) == config.learning_rate and rates.index(max(rates)) <= max_iters / 10
     assert min(rates) > 0
 
@@ -83,7 +83,7 @@ def by_hand(model, config, data):
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2),
                                   weight_decay=config.weight_decay)
 
-    def batch(split):
+    def next_batch(split):
         ix = torch.randint(len(data[split]) - config.block_size, (config.batch_size,))
         rows = torch.stack([data[split][i:i + config.block_size + 1] for i in ix]).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -100,7 +100,7 @@ def by_hand(model, config, data):
         if step == config.max_iters:
             return reports
         for group in optimizer.param_groups:
-            group["lr"] = gpt.learning_rate(step, config)
+            group["lr"] = gpt.rate_at(step, config)
         loss = model(*batch("train"))[1]
         for p in model.parameters():
             p.grad = None
