@@ -384,6 +384,113 @@ class Flags(Config):
     attention: str = None  # instead of training, draw where each head looks in which text? (attention.png)
 
 
+# ---- which task, which settings
+
+
+@dataclass
+class Start:
+    """ where a task starts from """
+    given: dict              # the flags that were given
+    path: Path = None        # the checkpoint, if it starts from one
+    checkpoint: dict = None  # what is in it
+
+
+FITTING = {  # the flags that fit beside a task; training takes any
+    "sample": "prompt stop max_new_tokens temperature top_k num_samples sample_seed".split(),
+    "score": [],
+    "attention": [],
+}
+
+
+def pick_task(given):
+    """ the task that the flags ask for; UserError where they ask for two """
+    if "prompt" in given:
+        given["sample"] = True
+    asked = [task for task in FITTING if given.get(task) not in (None, False)]
+    if not asked:
+        return "train"
+    task = asked[0]
+    fitting = {task, "init_from", "device", "out", *SHAPE, *FITTING[task]}
+    others = asked[1:] + sorted(set(given) - fitting)
+    if others:
+        raise UserError(f"--{task} and --{others[0]} are for different tasks; leave one of them out")
+    return task
+
+
+def read_flags(task, given):
+    """
+    (flags, where the task starts from). A value comes from the size, then the checkpoint, then the flags
+    given; the later one wins. UserError where these contradict.
+    """
+    device = pick_device(given.get("device", "auto"))
+    size = given.get("size", "lecture" if device.startswith("cuda") else "laptop")
+    if size not in SIZES:
+        raise UserError(f"--size {size} is not one of: auto, {', '.join(SIZES)}")
+    start = Start(given, find_start(task, given))
+    kept = {}
+    if start.path:
+        start.checkpoint = read_checkpoint(start.path)
+        refuse_contradictions(given, start)
+        kept = kept_settings(start.checkpoint)
+        if task == "train" and not given.get("resume"):
+            kept = {name: kept[name] for name in SHAPE}
+    flags = Flags(**{**SIZES[size], "size": size, **kept, **given, "device": device})
+    check(flags)
+    if task == "train":
+        check_run(flags, start)
+    if is_a_restart(task, flags):
+        note(f"the launcher started this run again, so it continues from {flags.out}/last.pt")
+        return read_flags(task, {**given, "resume": True})
+    return flags, start
+
+
+def find_start(task, given):
+    """ the path of the checkpoint from which a task starts, or None """
+    out = Path(given.get("out", Flags.out))
+    if given.get("resume"):
+        return out / "last.pt"
+    if given.get("init_from"):
+        return Path(given["init_from"])
+    if task == "train":
+        return None
+    if not (out / "best.pt").exists() and (out / "last.pt").exists():
+        note(f"there is no {out / 'best.pt'}, so this is the model of {out / 'last.pt'}")
+        return out / "last.pt"
+    return out / "best.pt"
+
+
+def refuse_contradictions(given, start):
+    """ UserError for a flag that says something else than the checkpoint, where the checkpoint decides """
+    names = [*SHAPE, "init_std"]
+    if given.get("resume"):
+        names += ["seed", "size", "init_from"]
+        if "optimizer" not in start.checkpoint:
+            raise UserError(f"{start.path} is a model, not a run to continue; start from it with --init_from")
+    saved = {**settings(Flags()), **start.checkpoint["config"]}
+    for name in names:
+        if given.get(name, saved[name]) != saved[name]:
+            raise UserError(f"--{name} {given[name]} contradicts {start.path}, where it is {saved[name]!r}; "
+                            "leave the flag out, or train from the beginning")
+
+
+def check_run(flags, start):
+    """ UserError for what cannot be trained """
+    if flags.resume and start.checkpoint["step"] > flags.max_iters:
+        step = start.checkpoint["step"]
+        raise UserError(f"the run in {flags.out} is at step {step}; use a larger --max_iters")
+    processes = world_size()
+    if flags.batch_size % processes:
+        raise UserError(f"{processes} processes cannot share --batch_size {flags.batch_size}; use a multiple")
+
+
+def is_a_restart(task, flags):
+    """ whether the launcher started this run again, after a process had failed, and --out has its last.pt """
+    last = Path(flags.out) / "last.pt"
+    if task != "train" or flags.resume or not started_again() or not last.exists():
+        return False
+    return read_checkpoint(last)["config"] == settings(flags)
+
+
 # ---- a run is a state
 
 
@@ -510,113 +617,6 @@ def load_model(flags, start):
         model = GPTLanguageModel(flags, len(start.checkpoint["chars"]))
     load_weights(model, start)
     return model.to(flags.device).eval(), Tokenizer(start.checkpoint["chars"])
-
-
-# ---- which task, which settings
-
-
-@dataclass
-class Start:
-    """ where a task starts from """
-    given: dict              # the flags that were given
-    path: Path = None        # the checkpoint, if it starts from one
-    checkpoint: dict = None  # what is in it
-
-
-FITTING = {  # the flags that fit beside a task; training takes any
-    "sample": "prompt stop max_new_tokens temperature top_k num_samples sample_seed".split(),
-    "score": [],
-    "attention": [],
-}
-
-
-def pick_task(given):
-    """ the task that the flags ask for; UserError where they ask for two """
-    if "prompt" in given:
-        given["sample"] = True
-    asked = [task for task in FITTING if given.get(task) not in (None, False)]
-    if not asked:
-        return "train"
-    task = asked[0]
-    fitting = {task, "init_from", "device", "out", *SHAPE, *FITTING[task]}
-    others = asked[1:] + sorted(set(given) - fitting)
-    if others:
-        raise UserError(f"--{task} and --{others[0]} are for different tasks; leave one of them out")
-    return task
-
-
-def read_flags(task, given):
-    """
-    (flags, where the task starts from). A value comes from the size, then the checkpoint, then the flags
-    given; the later one wins. UserError where these contradict.
-    """
-    device = pick_device(given.get("device", "auto"))
-    size = given.get("size", "lecture" if device.startswith("cuda") else "laptop")
-    if size not in SIZES:
-        raise UserError(f"--size {size} is not one of: auto, {', '.join(SIZES)}")
-    start = Start(given, find_start(task, given))
-    kept = {}
-    if start.path:
-        start.checkpoint = read_checkpoint(start.path)
-        refuse_contradictions(given, start)
-        kept = kept_settings(start.checkpoint)
-        if task == "train" and not given.get("resume"):
-            kept = {name: kept[name] for name in SHAPE}
-    flags = Flags(**{**SIZES[size], "size": size, **kept, **given, "device": device})
-    check(flags)
-    if task == "train":
-        check_run(flags, start)
-    if is_a_restart(task, flags):
-        note(f"the launcher started this run again, so it continues from {flags.out}/last.pt")
-        return read_flags(task, {**given, "resume": True})
-    return flags, start
-
-
-def find_start(task, given):
-    """ the path of the checkpoint from which a task starts, or None """
-    out = Path(given.get("out", Flags.out))
-    if given.get("resume"):
-        return out / "last.pt"
-    if given.get("init_from"):
-        return Path(given["init_from"])
-    if task == "train":
-        return None
-    if not (out / "best.pt").exists() and (out / "last.pt").exists():
-        note(f"there is no {out / 'best.pt'}, so this is the model of {out / 'last.pt'}")
-        return out / "last.pt"
-    return out / "best.pt"
-
-
-def refuse_contradictions(given, start):
-    """ UserError for a flag that says something else than the checkpoint, where the checkpoint decides """
-    names = [*SHAPE, "init_std"]
-    if given.get("resume"):
-        names += ["seed", "size", "init_from"]
-        if "optimizer" not in start.checkpoint:
-            raise UserError(f"{start.path} is a model, not a run to continue; start from it with --init_from")
-    saved = {**settings(Flags()), **start.checkpoint["config"]}
-    for name in names:
-        if given.get(name, saved[name]) != saved[name]:
-            raise UserError(f"--{name} {given[name]} contradicts {start.path}, where it is {saved[name]!r}; "
-                            "leave the flag out, or train from the beginning")
-
-
-def check_run(flags, start):
-    """ UserError for what cannot be trained """
-    if flags.resume and start.checkpoint["step"] > flags.max_iters:
-        step = start.checkpoint["step"]
-        raise UserError(f"the run in {flags.out} is at step {step}; use a larger --max_iters")
-    processes = world_size()
-    if flags.batch_size % processes:
-        raise UserError(f"{processes} processes cannot share --batch_size {flags.batch_size}; use a multiple")
-
-
-def is_a_restart(task, flags):
-    """ whether the launcher started this run again, after a process had failed, and --out has its last.pt """
-    last = Path(flags.out) / "last.pt"
-    if task != "train" or flags.resume or not started_again() or not last.exists():
-        return False
-    return read_checkpoint(last)["config"] == settings(flags)
 
 
 # ---- bfloat16, compiling, several processes
@@ -866,7 +866,8 @@ class Run:
 
     def rescue(self, error, command):
         """ after an error save the beginning of this step; what fails here is said, and hides nothing """
-        if not self.out or isinstance(error, Diverged):
+        is_begun = isinstance(self.state.optimizer, torch.optim.Optimizer)
+        if not self.out or not is_begun or isinstance(error, Diverged):
             return
         if self.is_new:
             note("stopped before the first step was done, so nothing was saved")

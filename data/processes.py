@@ -90,7 +90,7 @@ def local_rank():
 
 def started_again():
     """ whether the launcher started this process again, after one of them had failed """
-    return several() and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def first_to_fail():
