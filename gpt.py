@@ -362,6 +362,7 @@ LESS_MEMORY = "lower --batch_size first, then --block_size or --n_embd, or use -
 @dataclass
 class Flags(Config):
     """ the Config, and how this run works """
+    # data
     init_from: str = ""  # start from the weights and the vocabulary in which checkpoint? (fine-tuning)
     # running
     size: str = "auto"  # which named size? lecture, notebook, laptop (auto: lecture on CUDA, else laptop)
