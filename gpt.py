@@ -406,7 +406,7 @@ FITTING = {  # the flags that fit beside a task; training takes any
 def pick_task(given):
     """ the task that the flags ask for; UserError where they ask for two """
     if "prompt" in given:
-        given["sample"] = True
+        given = {**given, "sample": True}
     asked = [task for task in FITTING if given.get(task) not in (None, False)]
     if not asked:
         return "train"
@@ -427,15 +427,17 @@ def read_flags(task, given):
     size = given.get("size", "lecture" if device.startswith("cuda") else "laptop")
     if size not in SIZES:
         raise UserError(f"--size {size} is not one of: auto, {', '.join(SIZES)}")
+    values = {**SIZES[size], "size": size}
     start = Start(given, find_start(task, given))
-    kept = {}
     if start.path:
         start.checkpoint = read_checkpoint(start.path)
         refuse_contradictions(given, start)
         kept = kept_settings(start.checkpoint)
         if task == "train" and not given.get("resume"):
-            kept = {name: kept[name] for name in SHAPE}
-    flags = Flags(**{**SIZES[size], "size": size, **kept, **given, "device": device})
+            values.update({name: kept[name] for name in SHAPE})
+        else:
+            values = kept
+    flags = Flags(**{**values, **given, "device": device})
     check(flags)
     if task == "train":
         check_run(flags, start)
