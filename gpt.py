@@ -957,7 +957,9 @@ def score(model, tokens, tick=lambda: None):
     x, y = tokens[:-1], tokens[1:]
     n = len(x) // T * T  # as much as fills windows of block_size; one shorter window takes the rest
     rows = max(1, 2**14 // T)
-    windows = [*zip(x[:n].view(-1, T).split(rows), y[:n].view(-1, T).split(rows))]
+    windows = []
+    if n:
+        windows += zip(x[:n].view(-1, T).split(rows), y[:n].view(-1, T).split(rows))
     if n < len(x):
         windows.append((x[None, n:], y[None, n:]))
     losses, sizes = [], []
