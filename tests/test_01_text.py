@@ -1,5 +1,6 @@
 """ Chapter 1: the text, its characters, and integers for them. """
 import hashlib
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -38,8 +39,35 @@ def test_a_character_that_was_never_seen_has_no_integer():
         gpt.Tokenizer("hii there").encode("100%")
 
 
-def test_a_subword_tokenizer_would_need_fewer_tokens_google_takes_six_characters(tokenizer):
+def byte_pairs(text, merges):
+    """ tokens and vocabulary, after the commonest pair of neighbours became one token, again and again """
+    tokens, vocabulary = list(text), set(text)
+    for _ in range(merges):
+        (pair, count), = Counter(zip(tokens, tokens[1:])).most_common(1)
+        vocabulary.add("".join(pair))
+        shorter = []
+        for token in tokens:
+            if shorter and (shorter[-1], token) == pair:
+                shorter[-1] += token
+            else:
+                shorter.append(token)
+        tokens = shorter
+    return tokens, vocabulary
+
+
+def test_a_subword_tokenizer_needs_fewer_tokens_from_a_larger_vocabulary(shakespeare):
+    text = shakespeare[:20_000]
+    characters, alphabet = byte_pairs(text, 0)
+    pairs, vocabulary = byte_pairs(text, 50)
+    assert "".join(pairs) == "".join(characters) == text
+    assert len(pairs) < 0.7 * len(characters) and len(vocabulary) == len(alphabet) + 50
+    assert {"th", "the ", "you"} <= vocabulary
+
+
+def test_google_is_six_characters_and_one_subword_where_it_is_common(tokenizer):
+    tokens, vocabulary = byte_pairs("Google it: Google found Google on Google.", 5)
     assert len(tokenizer.encode("Google")) == 6
+    assert tokens.count("Google") == 4
 
 
 @pytest.mark.parametrize("text", [TRICKY, "".join(map(chr, range(40, 700))), "abc" * 400_000, ""])

@@ -1,9 +1,10 @@
 """ Chapter 6: several heads, feed-forward, residual connections, layer norm, dropout. """
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
-from helpers import new_model
+from helpers import ROOT, good, new_model, steps, tiny
 from torch import nn
 
 import gpt
@@ -42,6 +43,22 @@ def test_heads_are_concatenated_and_projected_as_torchs_own_are_and_so_is_every_
                           (rows(lambda layer: layer.weight.grad), theirs.in_proj_weight.grad),
                           (ours.proj.weight.grad, theirs.out_proj.weight.grad)]:
         assert torch.allclose(mine, trusted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n_head", [1, 4])
+@pytest.mark.parametrize("T", [8, 3, 1])  # a full context, and less
+def test_all_heads_at_once_give_what_each_head_gives_and_the_same_gradients(n_head, T, x):
+    sa = gpt.MultiHeadAttention(replace(CONFIG, n_head=n_head))
+    x = 3 * x[:, :T]
+    results, gradients = [], []
+    for way in (lambda: torch.cat([head(x) for head in sa.heads], dim=-1), lambda: sa.all_at_once(x)):
+        sa.zero_grad()
+        out = way()
+        out.pow(2).sum().backward()
+        results.append(out)
+        gradients.append([p.grad.clone() for p in sa.heads.parameters()])
+    assert results[0].shape == (4, T, 48) and torch.allclose(*results, atol=1e-5)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-3) for a, b in zip(*gradients, strict=True))
 
 
 def test_both_ways_have_the_same_weights_under_the_same_names():
@@ -144,3 +161,98 @@ def test_dropout_has_three_places_and_no_other_and_is_off_in_eval():
     for dropout in drops.values():
         dropout.p = 0.0
     assert torch.allclose(written, model.train()(idx)[0], atol=1e-5)  # none at the embeddings or the end
+
+
+# ---- what is read is what runs
+
+
+DIFFER = ("notice: Head.forward and all_at_once no longer compute the same; all_at_once runs, and --no-fused "
+          "runs Head.forward\n")
+MASK = 'wei = wei.masked_fill(tril == 0, float("-inf"))'
+SCALE = "q @ k.transpose(-2, -1) * k.shape[-1]**-0.5"
+EDITS = [(MASK, "wei = wei"), (SCALE, "q @ k.transpose(-2, -1)"),
+         (SCALE, "q @ k.transpose(-2, -1) * C**-0.5"),
+         ("return wei @ v", "return v"), ("v = self.value(x)", "v = self.key(x)"),
+         ("is_causal=True", "is_causal=False"), ("dropout_p=p, is_causal=True", "is_causal=True, scale=1.0")]
+MODELS = [gpt.Config(**gpt.SIZES[name]) for name in gpt.SIZES] + [CONFIG, replace(CONFIG, init_std=0.0)]
+
+
+def edited(old, new):
+    """ gpt.py after a change, as a module of its own """
+    source = (ROOT / "gpt.py").read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    module = ModuleType("edited")
+    exec(compile(source.replace(old, new), "edited", "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_a_run_compares_both_ways_and_says_nothing_while_they_agree(config, capsys):
+    gpt.compare_heads(new_model(config), config)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("old, new", EDITS)
+def test_a_change_of_either_way_is_noticed(old, new, capsys):
+    module = edited(old, new)
+    module.compare_heads(module.GPTLanguageModel(CONFIG, 10), CONFIG)
+    assert capsys.readouterr().err == DIFFER
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """ the first measurement of a run with --no-fused, and of both ways without the mask in Head.forward """
+    flags = tiny(tmp_path_factory.mktemp("runs"), "--max_iters", 0, "--init_std", 0.5)
+    broken = edited(MASK, "wei = wei").main
+    return {"right": good(*flags, "--no-fused"), "broken": good(*flags, "--no-fused", main=broken),
+            "broken, fused": good(*flags, main=broken)}
+
+
+def test_a_run_says_so_when_the_head_that_is_read_is_not_what_runs(runs):
+    assert {name: run.err.count(DIFFER) for name, run in runs.items()} == {
+        "right": 0, "broken": 0, "broken, fused": 1}
+
+
+def test_the_head_that_is_read_runs_with_no_fused_alone(runs):
+    assert steps(runs["broken, fused"].out) == steps(runs["right"].out)
+    assert steps(runs["broken"].out) != steps(runs["right"].out)
+
+
+def test_the_header_of_a_run_says_which_way_runs(runs):
+    assert "\nheads:  all at once; --no-fused runs Head.forward\n" in runs["broken, fused"].out
+    assert "\nheads:  one by one, Head.forward\n" in runs["right"].out
+
+
+def test_the_comparison_draws_no_random_number_of_the_run_and_leaves_the_mode_as_it_was():
+    config = replace(CONFIG, dropout=0.5)
+    model = new_model(config)
+    before = torch.get_rng_state()
+    gpt.compare_heads(model, config)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training and all(p.grad is None for p in model.parameters())
+
+
+class Wrapped(nn.Module):
+    """ a layer inside another, with something added, as for fine-tuning by a few weights """
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x) + 1
+
+
+@pytest.mark.parametrize("what", ["no heads", "no blocks", "another block", "a wrapped layer"])
+def test_a_model_that_a_learner_has_rebuilt_is_not_compared_and_no_crash(what, capsys):
+    model = new_model(CONFIG)
+    if what == "no heads":
+        del model.blocks[0].sa.heads
+    if what == "no blocks":
+        del model.blocks
+    if what == "another block":
+        model.blocks[0] = nn.Identity()
+    if what == "a wrapped layer":
+        model.blocks[0].sa.heads[0].key = Wrapped(model.blocks[0].sa.heads[0].key)
+    gpt.compare_heads(model, CONFIG)
+    assert capsys.readouterr().err.startswith("notice: Head.forward and all_at_once cannot be compared (Attr")

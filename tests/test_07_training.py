@@ -1,6 +1,6 @@
 """ Chapter 7, second part: its training, against a plain loop, the published script and the record. """
 from dataclasses import replace
-from unittest.mock import Mock
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def digits():
     return {split: torch.randint(10, (n,), dtype=torch.uint8) for split, n in (("train", 500), ("val", 100))}
 
 
-def report_of(row):
-    return row["step"], pytest.approx(row["train"], abs=5e-5), pytest.approx(row["val"], abs=5e-5)
+def numbers(report):
+    return report["step"], pytest.approx(report["train"], abs=5e-5), pytest.approx(report["val"], abs=5e-5)
 
 
 # ---- estimate_loss and the learning rate
@@ -50,7 +50,7 @@ def test_the_loss_is_estimated_in_eval_mode_over_both_splits_without_gradients()
         x = torch.full((2, 3), {"train": 1, "val": 5}[split] + len(asked) % 2)
         return x, x
 
-    assert gpt.estimate_loss(model, batch, 4) == {"train": 1.5, "val": 5.5}
+    assert gpt.estimate_loss(model, next_batch, 4) == {"train": 1.5, "val": 5.5}
     assert asked == ["train"] * 4 + ["val"] * 4
     assert set(model.asked) == {(False, False)} and model.training
 
@@ -78,14 +78,14 @@ def test_a_run_of_a_size_reaches_its_highest_rate_however_short_it_is(max_iters)
 # ---- the loop
 
 
-def by_hand(model, config, data):
+def by_hand(model, config, splits):
     """ the lecture's loop in plain words, and what it reported """
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, config.beta2),
                                   weight_decay=config.weight_decay)
 
     def next_batch(split):
-        ix = torch.randint(len(data[split]) - config.block_size, (config.batch_size,))
-        rows = torch.stack([data[split][i:i + config.block_size + 1] for i in ix]).long()
+        ix = torch.randint(len(splits[split]) - config.block_size, (config.batch_size,))
+        rows = torch.stack([splits[split][i:i + config.block_size + 1] for i in ix]).long()
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     reports = []
@@ -93,7 +93,7 @@ def by_hand(model, config, data):
         if step % config.eval_interval == 0 or step == config.max_iters:
             model.eval()
             with torch.no_grad():
-                means = [sum(model(*batch(split))[1].item() for _ in range(config.eval_iters))
+                means = [sum(model(*next_batch(split))[1].item() for _ in range(config.eval_iters))
                          / config.eval_iters for split in ("train", "val")]
             model.train()
             reports.append((step, *means))
@@ -101,7 +101,7 @@ def by_hand(model, config, data):
             return reports
         for group in optimizer.param_groups:
             group["lr"] = gpt.rate_at(step, config)
-        loss = model(*batch("train"))[1]
+        loss = model(*next_batch("train"))[1]
         for p in model.parameters():
             p.grad = None
         loss.backward()
@@ -127,27 +127,46 @@ def test_the_loop_is_the_lectures_and_needs_no_machinery(changes, digits, capsys
     theirs = new_model(config)
     expected = by_hand(theirs, config, digits)
     ours = new_model(config).eval()
-    history = gpt.train(ours, digits, config, "cpu")
-    assert expected == [report_of(row) for row in history]
+    reports = gpt.train(ours, digits, config, "cpu")
+    assert expected == [numbers(report) for report in reports]
     for p, q in zip(ours.parameters(), theirs.parameters()):
         assert torch.allclose(p, q, atol=1e-4)
     assert steps(capsys.readouterr().out) == [
-        f"step {row['step']}: train loss {row['train']:.4f}, val loss {row['val']:.4f}" for row in history]
+        "step {step}: train loss {train:.4f}, val loss {val:.4f}".format(**report) for report in reports]
     assert list(tmp_path.iterdir()) == []
+
+
+class Diary:
+    """ a run that writes down what the loop tells it, and begins at step 4 """
+
+    def __init__(self, model):
+        self.model, self.told = model, []
+        self.state = SimpleNamespace(reports="the reports")
+
+    def begin(self, optimizer):
+        self.optimizer = optimizer
+        return 4
+
+    def tick(self):
+        self.told.append("train" if self.model.training else "measure")
+
+    def stepped(self, step, loss):
+        self.told.append(f"stepped {step}, {loss.ndim} dimensions")
+
+    def report(self, step, losses):
+        self.told.append(f"report {step}, {', '.join(losses)}")
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_run_is_told_of_every_batch_report_and_step_and_says_where_to_begin(fused, digits):
-    config, run, modes = replace(TINY, fused=fused), Mock(history="the reports"), []
-    model, run.begin.return_value = new_model(config).eval(), 4
-    run.stepped.side_effect = lambda step, loss: modes.append(model.training)
+    config = replace(TINY, fused=fused)
+    model = new_model(config).eval()
+    run = Diary(model)
     assert gpt.train(model, digits, config, "cpu", run) == "the reports"
-    told = [(name, *[arg for arg in args if isinstance(arg, int)]) for name, args, _ in run.method_calls]
-    tick, measured = ("tick",), [("tick",)] * 2 * config.eval_iters
-    assert told == [("begin",), tick, ("stepped", 4), tick, ("stepped", 5), *measured, ("report", 6)]
-    assert modes == [True, True]  # dropout is on, whatever mode the model came in
-    optimizer = run.begin.call_args.args[0]
-    assert optimizer.defaults["fused"] is fused  # all weights in one call, or the lecture's loop
+    assert run.told == [  # dropout is on in training, whatever mode the model came in
+        "train", "stepped 4, 0 dimensions", "train", "stepped 5, 0 dimensions",
+        *["measure"] * 2 * config.eval_iters, "report 6, train, val"]
+    assert run.optimizer.defaults["fused"] is fused  # all weights in one call, or the lecture's loop
 
 
 def test_the_model_can_learn_one_batch_by_heart():
@@ -219,16 +238,17 @@ def test_one_seed_gives_the_digits_of_the_published_script_dropout_included(data
     config = replace(SMALL, max_iters=30, eval_interval=15, eval_iters=10)
     ours = gpt.train(new_model(config, 65), data, config, "cpu")
     torch.manual_seed(1337)
-    assert by_hand(Published(config, 65), config, data) == [report_of(row) for row in ours]
+    assert by_hand(Published(config, 65), config, data) == [numbers(report) for report in ours]
 
 
 @pytest.mark.slow
 def test_the_digits_on_record_at_step_0_and_near_them_later(data):
     """ other processors round otherwise, which shows in the third decimal after some hundred steps """
     config = replace(SMALL, max_iters=999, eval_interval=250)
-    history = gpt.train(new_model(config, 65), data, config, "cpu")
+    reports = gpt.train(new_model(config, 65), data, config, "cpu")
     record = [(0, 4.1959, 4.1962, 6e-5), (250, 2.4515, 2.4475, 0.005), (500, 2.2922, 2.2948, 0.005),
               (750, 2.1588, 2.1913, 0.01), (999, 2.0782, 2.1212, 0.01)]
-    for row, (step, train, val, tolerance) in zip(history, record, strict=True):
-        assert (row["step"], row["train"], row["val"]) == (
-            step, pytest.approx(train, abs=tolerance), pytest.approx(val, abs=tolerance))
+    for report, (step, train, val, tolerance) in zip(reports, record, strict=True):
+        assert report["step"] == step
+        assert report["train"] == pytest.approx(train, abs=tolerance)
+        assert report["val"] == pytest.approx(val, abs=tolerance)

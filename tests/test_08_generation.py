@@ -118,14 +118,30 @@ def test_the_mode_is_as_before_after_an_interrupt_too(model, training):
     assert model.training is training and model.blocks[0].training is training
 
 
-@pytest.mark.parametrize("idx, settings, what", [
-    (START + 10, {}, r"0\.\.9"), (START - 1, {}, r"0\.\.9"), (START[:, :0], {}, r"0\.\.9"),
-    (START, dict(temperature=-1), "temperature"), (START, dict(temperature=math.nan), "temperature"),
-    (START, dict(temperature=math.inf), "temperature"), (START, dict(top_k=0), "top_k 0"),
+@pytest.mark.parametrize("settings, what", [
+    (dict(temperature=-1), "temperature -1"), (dict(temperature=math.nan), "temperature nan"),
+    (dict(temperature=math.inf), "temperature inf"), (dict(top_k=0), "top_k 0"), (dict(top_k=-3), "top_k -3"),
 ])
-def test_no_token_one_outside_the_vocabulary_and_senseless_settings_are_refused(model, idx, settings, what):
+def test_senseless_settings_are_refused(model, settings, what):
     with pytest.raises(ValueError, match=what):
-        model.generate(idx, 1, **settings)
+        model.generate(START, 1, **settings)
+    with pytest.raises(ValueError, match=what):
+        gpt.sharpen(torch.zeros(2, 10), **settings)
+
+
+@pytest.mark.parametrize("idx", [START + 10, START - 1])
+def test_a_token_outside_the_vocabulary_is_an_error_and_not_a_text(model, idx):
+    with pytest.raises(IndexError):
+        model.generate(idx, 1)
+
+
+def test_sharpen_leaves_the_lectures_logits_alone_and_makes_probabilities_to_draw_from():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [0.5, 0.0, 0.5]])  # (B, C); the second row has two that are best
+    assert torch.equal(gpt.sharpen(logits), logits)
+    assert gpt.sharpen(logits, 0.5).tolist() == (2 * logits).tolist()
+    two = F.softmax(gpt.sharpen(logits, top_k=2), -1)
+    assert two[0].tolist() == pytest.approx([0, 0.7311, 0.2689], abs=1e-4)
+    assert F.softmax(gpt.sharpen(logits, 0), -1).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
 def test_heads_at_once_and_in_a_loop_write_the_same(model):
