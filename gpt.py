@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from data.errors import RunFailed, UserError, explain
-from data.files import is_full, locked, move_aside, write_whole
+from data.files import bring_back, is_full, locked, move_aside, write_whole
 from data.flags import check, make_parser, parse
 from data.machine import eval_mode, own_random_numbers, pick_device, pick_dtype
 from data.machine import random_numbers_kept, random_state, set_random_state, torch_for_a_run
@@ -838,23 +838,24 @@ class Run:
 
     def write(self, files):
         """ {name: contents}, and the record; before its first file a new run moves an earlier one aside """
-        if self.is_new:
-            aside = move_aside(self.out, FILES)
-            if aside:
-                note(f"the earlier run in {self.out} is now in {aside}")
-            self.is_new = False
+        aside = move_aside(self.out, FILES) if self.is_new else None
         for name, saved in files.items():
             began_at = time.monotonic()
             try:
                 write_whole(self.out / name, partial(torch.save, saved))
             except OSError as error:
+                if aside:
+                    bring_back(aside, self.out)
                 remedy = "make room" if is_full(error) else "make it writable"
-                then = "continue with --resume" if (self.out / "last.pt").exists() else "start again"
+                then = "start again" if self.is_new else "continue with --resume"
                 path = self.out / name
                 raise RunFailed(f"cannot write {path}: {error.strerror}; {remedy}, then {then}") from None
             if name == "last.pt":
                 self.saved_at = time.monotonic()
                 self.seconds_to_save = self.saved_at - began_at
+        self.is_new = False
+        if aside:
+            note(f"the earlier run in {self.out} is now in {aside}")
         self.write_record()
 
     def write_record(self):
@@ -873,7 +874,7 @@ class Run:
         if not self.out or not is_begun or isinstance(error, Diverged):
             return
         if self.is_new:
-            note("stopped before the first step was done, so nothing was saved")
+            note("this run has no file yet, and none was saved")
             return
         step = self.state.step
         try:

@@ -105,10 +105,15 @@ def move_aside(folder, names):
         for name in earlier:
             os.rename(folder / name, aside / name)
     except OSError as error:
-        with suppress(OSError):
-            for name in os.listdir(aside):
-                os.rename(aside / name, folder / name)
-            aside.rmdir()
+        bring_back(aside, folder)
         raise UserError(f"cannot move the earlier run in {folder} aside: {error.strerror}; close the program "
                         "that uses its files, or name another --out") from None
     return aside
+
+
+def bring_back(aside, folder):
+    """ undo move_aside, as far as that is possible """
+    with suppress(OSError):
+        for name in os.listdir(aside):
+            os.replace(aside / name, folder / name)
+        aside.rmdir()
