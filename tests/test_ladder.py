@@ -2,7 +2,7 @@
 The ladder: the lecture's model at each moment, put together from the product's own classes and trained by its
 own loop, against the losses on record. While the lecture was recorded, attention was scaled by the width of
 the model and not by the size of a head; `Slip` does so too, and gives the numbers on the screen.
-`pytest -m slow -s tests/test_ladder.py` prints them side by side.
+`pytest -m slow -s tests/test_ladder.py` prints them side by side, after four minutes on one thread.
 """
 import pytest
 import torch
@@ -145,20 +145,28 @@ def climb(rung, data, max_iters):
         for module in model.modules():
             if type(module) is gpt.Head:
                 module.__class__ = Slip  # the same weights, the other scale
-    history = gpt.train(model, data, config, "cpu")
-    last[rung] = f"{history[-1]['train']:.4f} {history[-1]['val']:.4f}"
-    return history
+    reports = gpt.train(model, data, config, "cpu")
+    last[rung] = "{train:.4f} {val:.4f}".format(**reports[-1])
+    return reports
+
+
+def tolerance(step):
+    """ processors round differently: without AVX, 0.0016 was between them at step 1000, 0.0036 at 3500 """
+    if step == 0:
+        return 6e-5
+    if step <= 500:
+        return 0.002
+    return 0.004 if step <= 1000 else 0.015
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", RECORD)
 def test_each_rung_of_the_lecture_gives_its_numbers(rung, data):
     record = RECORD[rung]
-    for row, (step, train, val) in zip(climb(rung, data, record[-1][0]), record, strict=True):
-        # processors round differently: without AVX the difference was 0.0016 at step 1000 and 0.0036 at 3500
-        tolerance = 6e-5 if step == 0 else 0.002 if step <= 500 else 0.004 if step <= 1000 else 0.015
-        assert (row["step"], row["train"], row["val"]) == (
-            step, pytest.approx(train, abs=tolerance), pytest.approx(val, abs=tolerance))
+    for report, (step, train, val) in zip(climb(rung, data, record[-1][0]), record, strict=True):
+        assert report["step"] == step
+        assert report["train"] == pytest.approx(train, abs=tolerance(step))
+        assert report["val"] == pytest.approx(val, abs=tolerance(step))
 
 
 @pytest.mark.slow
