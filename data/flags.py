@@ -129,19 +129,24 @@ def join_values(parser, words):
     joined, dashes = [], {}
     words = list(words)
     while words:
-        name, equals, value = words.pop(0).partition("=")
-        if name.startswith("--"):
-            name = "--" + name[2:].replace("-", "_")
-        kind = parser.types.get(name[2:])
-        if not equals and parser.types.get(name.removeprefix("--no_")) is bool:
-            joined.append(f"--{name.removeprefix('--no_')}=False")
+        word = words.pop(0)
+        if not word.startswith("--"):
+            joined.append(word)
             continue
-        if kind and not equals and words and (kind is not bool or not words[0].startswith("--")):
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        kind = parser.types.get(name)
+        if not equals and name.startswith("no_") and parser.types.get(name[3:]) is bool:
+            joined.append(f"--{name[3:]}=False")
+            continue
+        if kind and not equals and words and (kind is not bool or not words[0].startswith("-")):
             equals, value = "=", words.pop(0)
-        if kind is str and value == "--":
-            dashes[name[2:]] = value
+        if value != "--":
+            joined.append(f"--{name}{equals}{value}")
+        elif kind is str:
+            dashes[name] = value
         else:
-            joined.append(name + equals + value)
+            parser.error(f"argument --{name}: invalid value: '--'")
     return joined, dashes
 
 

@@ -48,18 +48,17 @@ def pick_dtype(name, device):
 @contextmanager
 def torch_for_a_run(device):
     """ torch as a run needs it: gradients on, float32, `device` in use; afterwards as the caller had it """
-    number_type, usual_device = torch.get_default_dtype(), torch.get_default_device()
+    number_type = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
-    if usual_device.type != "cpu":
-        torch.set_default_device(None)
+    has_default_device = torch.empty(0).device.type != "cpu"
+    cpu = torch.device("cpu") if has_default_device else nullcontext()
     gpu = torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
     try:
-        with torch.inference_mode(False), torch.enable_grad(), gpu, random_numbers_kept(torch.device(device)):
-            yield
+        with torch.inference_mode(False), torch.enable_grad(), cpu, gpu:
+            with random_numbers_kept(torch.device(device)):
+                yield
     finally:
         torch.set_default_dtype(number_type)
-        if usual_device.type != "cpu":
-            torch.set_default_device(usual_device)
 
 
 def random_state(device):

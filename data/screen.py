@@ -45,7 +45,7 @@ def say(text):
 
 
 def note(text):
-    if rank() == 0:
+    if rank() == 0 and sys.stderr:  # None where it was closed
         status("")
         with suppress(OSError):  # the terminal may be gone
             print(without_controls(text), file=sys.stderr, flush=True)
