@@ -2,6 +2,7 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; processes started here inherit it
@@ -53,3 +54,10 @@ def all_steps(tmp_path_factory):
 def own(trained, tmp_path):
     """ a copy of it, to change """
     return Path(shutil.copytree(trained, tmp_path / "own"))
+
+
+@pytest.fixture
+def fast_clock(monkeypatch):
+    """ a clock on which a tiny run lasts minutes """
+    seconds = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: 1000 * seconds())

@@ -4,15 +4,22 @@ import itertools
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 import gpt
+
+if os.name != "nt":
+    import fcntl
+    import termios
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--n_layer 2 --n_head 2 --n_embd 16 --block_size 8 --batch_size 4 --max_iters 20 --eval_interval 10 "
@@ -165,3 +172,49 @@ def write_checkpoint(path, state):
     """ a checkpoint as gpt.py would have written it, its checksum included """
     state.pop("checksum", None)
     torch.save({**state, "checksum": gpt.checksum(state)}, path)
+
+
+def on_a_terminal(*args, columns=80, out=None, gone_after=None, main=gpt.main):
+    """
+    main in this process, on a terminal of so many columns: exit status, what the screen got. Standard output
+    may be another file, `out`. gone_after: the terminal is gone as soon as it got these bytes.
+    """
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    screen = bytearray()
+
+    def read():
+        with suppress(OSError):  # so ends a terminal without a writer
+            while gone_after is None or gone_after not in screen:
+                piece = os.read(ours, 65536)
+                if not piece:
+                    break
+                screen.extend(piece)
+        os.close(ours)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    streams = sys.stdout, sys.stderr
+    sys.stderr = open(theirs, "w", encoding="utf-8", newline="\n")
+    sys.stdout = out or sys.stderr
+    code = 0
+    try:
+        main([str(arg) for arg in args])
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        terminal = sys.stderr
+        sys.stdout, sys.stderr = streams
+        with suppress(OSError):
+            terminal.close()
+        reader.join()
+    return SimpleNamespace(code=code, screen=screen.decode().replace("\r\n", "\n"))
+
+
+def script(name, *changes):
+    """ the source of gpt.py or bigram.py, with changes: pairs of a text that is there and another """
+    source = (ROOT / f"{name}.py").read_text(encoding="utf-8")
+    for old, new in changes:
+        assert old in source, old
+        source = source.replace(old, new, 1)
+    return source
