@@ -2,6 +2,7 @@
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -61,3 +62,11 @@ def fast_clock(monkeypatch):
     """ a clock on which a tiny run lasts minutes """
     seconds = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: 1000 * seconds())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_pictures():
+    """ no matplotlib: to draw the losses takes as long as a tiny run; test_pictures.py does without this """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        yield

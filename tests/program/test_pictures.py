@@ -1,15 +1,25 @@
 """ The pictures: real ones where matplotlib is installed; without it a run is the same and says nothing. """
+import copy
+import math
 import struct
 import sys
 from types import SimpleNamespace
 
 import pytest
-from helpers import call, checkpoint, good, refusal, run, small_text, steps, tiny
+import torch
+from helpers import WIDE, call, checkpoint, good, new_model, refusal, run, small_text, steps, tiny
 
 import data.pictures
 import gpt
+from data.errors import UserError
+from data.pictures import attention_maps
 
-HISTORY = [dict(zip(["step", "train", "val"], row)) for row in [(0, 3.3, 3.2), (10, 2.5, 2.6), (20, 2, 2.7)]]
+REPORTS = [dict(zip(["step", "train", "val"], row)) for row in [(0, 3.3, 3.2), (10, 2.5, 2.6), (20, 2, 2.7)]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_pictures():
+    """ here they are drawn, unlike in other files """
 
 
 @pytest.fixture(scope="module")
@@ -56,28 +66,29 @@ def test_a_run_leaves_a_picture_of_its_losses_and_attention_one_of_the_heads(dra
 
 
 def test_both_panels_show_both_losses_the_training_steps_the_best_report_and_guessing(figures, tmp_path):
-    data.pictures.draw_loss(HISTORY, [(9, 2.9), (19, 2.2)], HISTORY[1], 27, tmp_path / "loss.png")
+    losses = [3.0] * 10 + [2.8] * 10 + [2.2] * 20 + [1.0] * 19  # the last nineteen are not twenty yet
+    data.pictures.draw_loss(losses, REPORTS, REPORTS[1], 27, tmp_path / "loss.png")
     for axes in figures[0].axes:
-        assert lines(axes).pop("guessing: ln(27)")[1] == pytest.approx([3.2958, 3.2958], abs=1e-4)
+        assert lines(axes).pop("guessing: ln(27)")[1] == pytest.approx([math.log(27)] * 2)
         assert lines(axes).items() >= {
             "train": ([0, 10, 20], [3.3, 2.5, 2]), "val": ([0, 10, 20], [3.2, 2.6, 2.7]),
-            "training steps": ([9, 19], [2.9, 2.2]), "best: 2.6000 at step 10": ([10], [2.6])}.items()
+            "best: 2.6000 at step 10": ([10], [2.6])}.items()
+        assert lines(axes)["training steps"] == ([19, 39], pytest.approx([2.9, 2.2]))
     everything, later = (axes.get_ylim() for axes in figures[0].axes)
     assert everything[0] < 2 < 3.3 < everything[1] and later[0] < 2 < 2.7 < later[1] < 3.2
 
 
-def test_the_training_steps_are_means_of_twenty_losses_also_after_a_resume(figures, tmp_path, monkeypatch):
-    seen, stepped = [], gpt.Run.stepped
-    monkeypatch.setattr(gpt.Run, "stepped", lambda *args: seen.append(args[2].item()) or stepped(*args))
-    good(*tiny(tmp_path, "--max_iters", 40))
+def test_the_training_steps_are_means_of_twenty_losses_also_after_a_resume(figures, tmp_path):
+    good(*tiny(tmp_path, "--max_iters", 50))
     good(*tiny(tmp_path, "--max_iters", 60), "--resume")
+    losses = checkpoint(tmp_path / "out/last.pt")["losses"]
     places, means = lines(figures[-1].axes[0])["training steps"]
-    assert places == [19, 39, 59]
-    assert means == pytest.approx([sum(seen[end - 19:end + 1]) / 20 for end in places])
+    assert len(losses) == 60 and places == [19, 39, 59]
+    assert means == pytest.approx(losses.view(3, 20).mean(1).tolist())
 
 
 def test_what_is_drawn_is_the_attention_that_the_model_computes(drawn, figures, tmp_path):
-    maps = gpt.attention_maps(*gpt.load(drawn[0] / "best.pt", "cpu"), "that dog")
+    maps = attention_maps(*gpt.load(drawn[0] / "best.pt", "cpu"), "that dog")
     data.pictures.draw_attention(maps, "that dog", tmp_path / "attention.png")
     panels = figures[0].axes
     assert [axes.get_title() for axes in panels] == [f"layer {i}, head {j}" for i in (1, 2) for j in (1, 2)]
@@ -87,6 +98,47 @@ def test_what_is_drawn_is_the_attention_that_the_model_computes(drawn, figures, 
         assert [sum(row) for row in wei] == pytest.approx([1] * 8, abs=1e-5)
         assert all(wei[row][column] == 0 for row in range(8) for column in range(row + 1, 8))
         assert wei[7][7] not in (0, 1) and wei[7][0] != wei[7][1]
+
+
+def test_each_map_is_the_softmax_of_that_heads_affinities():
+    model = new_model(WIDE).eval()
+    idx = torch.randint(10, (1, 7))
+    maps = torch.tensor(attention_maps(model, SimpleNamespace(encode=lambda text: idx[0].tolist()), "any"))
+    x = model.token_embedding_table(idx) + model.position_embedding_table.weight[:7]
+    for layer, block in enumerate(model.blocks):
+        for number, head in enumerate(block.sa.heads):
+            normed = block.ln1(x)
+            affinities = head.query(normed)[0] @ head.key(normed)[0].T / WIDE.head_size**0.5  # (T, T)
+            for t in range(7):
+                wei = affinities[t, :t + 1].softmax(0)
+                assert torch.allclose(maps[layer, number, t, :t + 1], wei, atol=1e-5)
+        x = block(x)
+
+
+def test_a_picture_leaves_the_model_as_it_was_also_after_an_error():
+    model = new_model(WIDE).train()
+    model.blocks[1].sa.fused = False  # as somebody may have set it
+    before = {name: copy.copy(vars(module)) for name, module in model.named_modules()}
+    hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    tokenizer = gpt.Tokenizer("abcdefghij")
+    attention_maps(model, tokenizer, "abc")
+    with pytest.raises(KeyError):
+        attention_maps(model, tokenizer, "xyz")
+    handle = model.ln_f.register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        attention_maps(model, tokenizer, "abc")
+    handle.remove()
+    assert {name: vars(module) for name, module in model.named_modules()} == before
+    assert hooks == {name: len(module._forward_hooks) for name, module in model.named_modules()}
+    assert len(attention_maps(model, tokenizer, "abc")[0]) == 4  # and nothing of before is counted again
+
+
+def test_a_model_without_heads_is_one_sentence():
+    model = new_model(WIDE)
+    model.blocks[1].sa.heads = torch.nn.ModuleList()
+    for other in (model, new_model(WIDE).blocks, torch.nn.Linear(1, 1)):
+        with pytest.raises(UserError, match="^this model has no Head of which the attention could be drawn$"):
+            attention_maps(other, gpt.Tokenizer("abc"), "abc")
 
 
 def test_of_a_long_text_at_most_the_last_40_characters_are_drawn_and_of_none_nothing(tmp_path, figures):
