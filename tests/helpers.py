@@ -27,6 +27,7 @@ TINY = ("--n_layer 2 --n_head 2 --n_embd 16 --block_size 8 --batch_size 4 --max_
         "--warmup_iters 0 --learning_rate 3e-4 --weight_decay 0.01 --beta2 0.999 --grad_clip 0").split()
 LIVELY = "--dropout 0.3 --decay --warmup_iters 2".split()  # flags of a tiny run in which every step differs
 WORDS = "the cat sat on a mat and saw that dog run home, so it ate. Why not?\n"
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": None}  # locale C
 WIDE = gpt.Config(n_layer=2, n_head=4, n_embd=32, block_size=8, dropout=0.0, init_std=0.5)  # large weights
 
 
@@ -55,19 +56,20 @@ def new_model(config, vocab_size=10, seed=1337):
     return gpt.GPTLanguageModel(config, vocab_size)
 
 
-def call(*args, stdin="", encoding="utf-8", main=gpt.main):
+def call(*args, stdin="", encoding="utf-8", main=gpt.main, stdout=None):
     """ main in this process, as from a shell: exit status, standard output, standard error """
     streams = sys.stdin, sys.stdout, sys.stderr
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin if isinstance(stdin, bytes) else stdin.encode()), "utf-8")
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.BytesIO(), encoding, errors, newline="\n")
                               for errors in ("strict", "backslashreplace"))
     code = 0
+    written = sys.stdout, sys.stderr
+    sys.stdout = stdout or sys.stdout
     try:
         main([str(arg) for arg in args])
     except SystemExit as stop:
         code = stop.code or 0
     finally:
-        written = sys.stdout, sys.stderr
         sys.stdin, sys.stdout, sys.stderr = streams
     for stream in written:
         stream.flush()
