@@ -11,7 +11,7 @@ import torch
 from data.errors import UserError
 
 LAUNCHER = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]  # what a launcher sets in the environment
-shared = {}  # "store": a small table that all processes see, from the moment they meet
+shared = {}  # "store": a table that all processes see; "is_first": whether this one is the first to fail
 
 
 def launched():
@@ -42,7 +42,8 @@ def joined():
 
 def join():
     """ meet the other processes; UserError if they do not come, or cannot be reached """
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()  # not on Windows
+    backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
     try:
         store, number, processes = next(torch.distributed.rendezvous("env://", timeout=timedelta(minutes=10)))
         shared["store"] = store
@@ -95,13 +96,11 @@ def started_again():
 
 def first_to_fail():
     """ whether no other process has spoken of an error yet: one of them does, for all """
-    if "store" not in shared:
-        return True
-    try:
+    if "store" in shared and "is_first" not in shared:  # asked once: an error may pass here twice
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return shared["store"].add(f"failures of attempt {attempt}", 1) == 1
-    except RuntimeError:  # the process that kept the table is gone
-        return True
+        with suppress(RuntimeError):  # the process that kept the table is gone
+            shared["is_first"] = shared["store"].add(f"failures of attempt {attempt}", 1) == 1
+    return shared.get("is_first", True)
 
 
 def on_rank_0(function, *args):
