@@ -1,4 +1,5 @@
 """ What several tests need. The models are tiny, and one thread is faster for them than two that wait. """
+import functools
 import os
 import shutil
 import signal
@@ -12,7 +13,9 @@ import pytest
 from helpers import ROOT
 
 import gpt
+from data import flags
 
+flags.read_comments = functools.cache(flags.read_comments)  # to find a class takes 20 ms
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background jobs ignore it
 
 

@@ -12,12 +12,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from helpers import ROOT, checkpoint, ended, good, run, small_text, start, tiny
 
+import bigram
 import data.download
 import data.text
 from data.text import BY_HAND, MANUAL, find_text
 
 TEXT = small_text(200_000, seed=7).encode()
 PAGE = b"<!DOCTYPE html><title>Please log in to this hotel's network</title>"
+FEW = "--max_iters 2 --eval_iters 1 --max_new_tokens 5 --device cpu".split()
 OFFLINE = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9", "NO_PROXY": None}
 
 
@@ -114,7 +116,7 @@ def files(target):
 @pytest.mark.parametrize("source, answer, reason", FAILURES)
 def test_what_is_not_the_text_is_never_saved_and_the_next_source_serves(
         server, target, monkeypatch, source, answer, reason):
-    monkeypatch.setattr(data.download, "TIMEOUT", (5, 0.5))
+    monkeypatch.setattr(data.download, "TIMEOUT", (5, 0.2))
     [url] = server.name(source)
     with pytest.raises(ConnectionError, match=rf"could not be fetched:\n  {url}: .*({reason})[^\n]*$"):
         data.download.download()
@@ -196,7 +198,25 @@ def test_the_script_leaves_another_text_alone_knows_the_right_one_and_ends_at_ct
     assert data.download.main() == 130 and files(target) == server.asked == []
 
 
-def test_without_a_source_the_remedy_is_said_and_both_scripts_learn_pythons_manual(tmp_path):
+def test_without_a_source_the_remedy_is_said(server, target, capsys):
+    urls = server.name("/gone", "/cut")
+    answer = data.download.main()
+    assert [line.split(": ")[0] for line in answer.splitlines()[1:3]] == [f"  {url}" for url in urls]
+    assert answer.endswith(f"\nBy hand: save {urls[0]} from a browser as {target}.")
+    assert files(target) == [] and capsys.readouterr().out == ""
+
+
+def test_bigram_learns_pythons_manual_where_no_text_can_be_had(server, target):
+    [url] = server.name("/gone")
+    done = good(*FEW, main=bigram.main)
+    before, after = done.err.split(BY_HAND, 1)
+    assert f"{url}: " in before and f"notice: so the text is {MANUAL}, not Shakespeare" in before
+    assert f"{MANUAL} on cpu" in done.out
+    assert after == f"\nnotice: the model learned {MANUAL}, not Shakespeare. {BY_HAND}\n"
+
+
+@pytest.mark.slow
+def test_without_a_network_both_scripts_learn_pythons_manual_and_leave_no_text_behind(tmp_path):
     project = tmp_path / "copy"
     shutil.copytree(ROOT / "data", project / "data", ignore=shutil.ignore_patterns("__pycache__"))
     for script in ("bigram.py", "gpt.py"):
@@ -213,9 +233,9 @@ def test_without_a_source_the_remedy_is_said_and_both_scripts_learn_pythons_manu
     assert all(f"  {url}: " in before for url in data.download.SOURCES) and f"text:   {MANUAL}, " in before
     assert f"notice: so the text is {MANUAL}, not Shakespeare. By hand: save " in before
     assert f"notice: the model learned {MANUAL}, not Shakespeare." in after.split("the best model writes:")[1]
-    assert [checkpoint(tmp_path / f"out/{name}.pt")["text"] for name in ("best", "last")] == [MANUAL] * 2
-    few = "--max_iters 2 --eval_iters 1 --max_new_tokens 5 --device cpu".split()
-    done = run(*few, command=["bigram.py"], root=project, env=OFFLINE)
+    texts = [checkpoint(tmp_path / f"out/{name}.pt")["text"]["name"] for name in ("best", "last")]
+    assert texts == [MANUAL, MANUAL]
+    done = run(*FEW, command=["bigram.py"], root=project, env=OFFLINE)
     assert f"{MANUAL} on cpu" in done.out and f"the model learned {MANUAL}, not Shakespeare" in done.err
     assert not list(project.glob("*input.txt*"))
 
@@ -225,7 +245,9 @@ def test_a_run_on_the_manual_continues_on_it_even_when_shakespeare_has_come(serv
     name, text = find_text()
     assert name == MANUAL and len(text) > 300_000 and "lambda" in text and BY_HAND in capsys.readouterr().err
     flags = tiny(tmp_path, "--max_iters", 2, "--data", "")
-    good(*flags)
+    done = good(*flags)
+    assert f"notice: the model learned {MANUAL}, not Shakespeare. {BY_HAND}" in done.err
     target.write_bytes(TEXT)
     assert f"text:   {MANUAL}, " in good(*flags, "--resume", "--max_iters", 4).out
-    assert checkpoint(tmp_path / "out/last.pt")["step"] == 4
+    last = checkpoint(tmp_path / "out/last.pt")
+    assert (last["step"], last["text"]["name"]) == (4, MANUAL)

@@ -35,14 +35,17 @@ def run_notebook(folder, *cells):
 @pytest.mark.slow
 def test_gpt_runs_in_a_notebook_ends_saved_at_an_interrupt_and_leaves_the_kernel_as_it_was(tmp_path):
     flags = tiny(tmp_path)
-    ran, called, threaded, asked, wrote, interrupted, resumed, slept = run_notebook(
-        tmp_path, f"%run {ROOT}/gpt.py {' '.join(flags)}",
+    alone, ran, called, threaded, asked, wrote, interrupted, resumed, slept = run_notebook(
+        tmp_path, "import bigram, gpt\ntry:\n    gpt.main()\nexcept SystemExit:\n    bigram.main()",
+        f"%run {ROOT}/gpt.py {' '.join(flags)}",
         f"import gpt, sys, threading; flags, streams = {flags}, (sys.stdout, sys.stderr); gpt.main(flags)",
         "thread = threading.Thread(target=gpt.main, args=(flags,)); thread.start(); thread.join()",
         'gpt.main(["--prompt", "the", "--max_new_tokens", 5]); print((sys.stdout, sys.stderr) == streams)',
         README.replace("ROMEO:", "the cat"),
         "gpt.main(flags + ['--max_iters', 10**8])  # interrupt at step 10:",
         "gpt.main(flags + ['--resume', '--max_iters', 3000, '--eval_interval', 3000])", SLEEP)
+    for name in ("gpt", "bigram"):
+        assert f'in a notebook, call {name}.main([...]) with flags such as "--max_iters", 100\n' in alone
     for shown in (ran, called, threaded):
         assert "step 20: train loss" in shown and "the best model writes:" in shown and shown.endswith("\n")
     assert asked.endswith("True\n") and wrote.startswith("the cat") and len(wrote) == 208

@@ -9,14 +9,13 @@ import re
 import tracemalloc
 
 import pytest
-from helpers import good, refusal, run, small_text, steps, tiny
+from helpers import ASCII, call, good, refusal, run, small_text, steps, tiny
 
 import bigram
 import gpt
 from data.text import UserError, check_length, encode_text, find_text, read_text
 
 CHINESE = "".join(random.Random(3).choices(["👩\u200d🚀\n", *map(chr, range(0x4E00, 0x4F2C))], k=4000))
-ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": None}
 MARK = b"\xef\xbb\xbf"
 
 
@@ -59,15 +58,23 @@ def test_utf_16_and_utf_32_are_named_with_a_mark_and_without_and_so_is_a_nul_cha
     assert f"no text at all: byte 0x00 at offset {len(small_text())};" in sentence
 
 
-def test_a_text_of_300_chinese_characters_trains_whatever_the_locale_says(tmp_path):
-    flags, size = tiny(tmp_path, data=write(tmp_path, CHINESE)), len(set(CHINESE))
-    one, two = good(*flags), run(*flags, env=ASCII)
-    assert size > 256 and f"{len(CHINESE):,} characters, a vocabulary of {size}\n" in one.out
-    assert f"(guessing scores ln({size}) = {math.log(size):.4f})" in one.out
-    sample = one.out.split("the best model writes:\n")[1].split("\nfiles:")[0]
+def test_a_text_of_300_chinese_characters_trains_on_any_console(tmp_path):
+    flags = tiny(tmp_path, data=write(tmp_path, CHINESE))
+    done = good(*flags)
+    size = len(set(CHINESE))
+    assert size > 256 and f"{len(CHINESE):,} characters, a vocabulary of {size}\n" in done.out
+    assert f"(guessing scores ln({size}) = {math.log(size):.4f})" in done.out
+    sample = done.out.split("the best model writes:\n")[1].split("\nfiles:")[0]
     assert set(sample) <= set(CHINESE) and len(sample) > 15
-    assert two.code == 0 and "Traceback" not in two.err and steps(two.out) == steps(one.out)
     assert gpt.load(tmp_path / "out/best.pt")[1].chars == sorted(set(CHINESE))
+    assert steps(good(*flags, encoding="ascii").out) == steps(done.out)
+
+
+@pytest.mark.slow
+def test_a_text_of_300_chinese_characters_trains_whatever_the_locale_says(tmp_path):
+    flags = tiny(tmp_path, data=write(tmp_path, CHINESE))
+    done = run(*flags, env=ASCII)
+    assert done.code == 0 and "Traceback" not in done.err and steps(done.out) == steps(good(*flags).out)
 
 
 @pytest.mark.slow
@@ -115,3 +122,22 @@ def test_a_folder_a_pipe_and_an_unreadable_file_are_named_instead_of_waited_for(
     (tmp_path / "own.txt").chmod(0)
     if os.geteuid():  # root reads everything
         assert f"cannot read {tmp_path}/own.txt: Permission denied" in refusal(*flags)
+
+
+def test_a_text_of_one_character_trains_and_is_continued(tmp_path):
+    done = good(*tiny(tmp_path, data=write(tmp_path, "a" * 200)))
+    assert "a vocabulary of 1\n" in done.out and "\n" + "a" * 21 + "\n" in done.out
+    assert steps(done.out)[-1] == "step 20: train loss 0.0000, val loss 0.0000"
+    done = call("--data", tmp_path / "own.txt", "--max_iters", 2, "--device", "cpu", main=bigram.main)
+    assert done.code == 0 and "a" * 500 in done.out
+
+
+def test_unusual_characters_are_kept_as_they_are(tmp_path):
+    text = "e\u0301é\u00a0\u3000\u2028\x85\x0b\x0c\x1c\U0010ffff\ue000\u202e\t\n" * 40
+    path = write(tmp_path, text)
+    assert read_text(path) == text  # only \n ends a line here
+    tokenizer = gpt.Tokenizer(text)
+    assert tokenizer.decode(encode_text(text, tokenizer.stoi).tolist()) == text
+    good(*tiny(tmp_path, data=path))
+    done = good("--score", path, "--out", tmp_path / "out")
+    assert done.out.startswith(f"{path}: {len(text)} characters, ")

@@ -246,7 +246,7 @@ def test_a_taste_follows_each_report_with_the_same_random_numbers_but_not_the_ru
 def test_a_taste_is_a_line_shorter_where_writing_is_slow(tmp_path, monkeypatch, capsys):
     def slow(*args):
         for ch in "ab\nc\x07" * 4:
-            time.sleep(0.05)
+            time.sleep(0.02)
             yield ch
 
     model = torch.nn.Linear(1, 1)
@@ -254,7 +254,7 @@ def test_a_taste_is_a_line_shorter_where_writing_is_slow(tmp_path, monkeypatch, 
     monkeypatch.setattr(gpt, "stream", slow)
     runner.taste(60)
     assert capsys.readouterr().out == "    | " + "ab↵c " * 4 + "\n"
-    runner.taste(0.12)
+    runner.taste(0.05)
     assert 1 <= len(tastes(capsys.readouterr().out)[0]) <= 3
 
 
