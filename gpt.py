@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from data.errors import RunFailed, UserError, explain
-from data.files import bring_back, is_full, locked, move_aside, write_whole
+from data.files import bring_back, is_full, locked, move_aside, remove_files, write_whole
 from data.flags import check, make_parser, parse
 from data.machine import eval_mode, own_random_numbers, pick_device, pick_dtype
 from data.machine import random_numbers_kept, random_state, set_random_state, torch_for_a_run
@@ -467,7 +467,7 @@ def refuse_contradictions(given, start):
     names = [*SHAPE, "init_std"]
     if given.get("resume"):
         names += ["seed", "size", "init_from"]
-        if "optimizer" not in start.checkpoint:
+        if not {f.name for f in fields(State)} <= set(start.checkpoint):
             raise UserError(f"{start.path} is a model, not a run to continue; start from it with --init_from")
     saved = {**settings(Flags()), **start.checkpoint["config"]}
     for name in names:
@@ -522,28 +522,29 @@ def new_state(flags, start, tokenizer, text):
         load_weights(model, start)
     state = State(flags, model.to(flags.device), "".join(tokenizer.chars), text)
     if flags.resume:
-        for name in ["optimizer", "step", "tokens", "seconds", "random", "best"]:
+        if list(start.checkpoint["model"]) != list(model.state_dict()):  # which number them for the optimizer
+            raise UserError(f"{start.path} has the weights in another order than gpt.py makes them now; "
+                            "start from best.pt with --init_from")
+        for name in ["optimizer", "step", "tokens", "seconds", "random"]:
             setattr(state, name, start.checkpoint[name])
         state.losses = start.checkpoint["losses"].tolist()
         # a report of this very step is made again
         state.reports = [report for report in start.checkpoint["reports"] if report["step"] < state.step]
-        if not best_is_there(state, start):
-            state.best = None
+        state.best = report_of_best(start)
     return state
 
 
-def best_is_there(state, start):
-    """ whether best.pt has the model of state.best, so that it stays until there is a better one """
-    path = start.path.with_name("best.pt")
-    reports = {}
+def report_of_best(start):
+    """ the report of the model in best.pt, which may be newer than last.pt; None if it is of another run """
+    path, last = start.path.with_name("best.pt"), start.checkpoint
+    best = {}
     with suppress(UserError):
-        reports = read_checkpoint(path)
-    if state.best is None or state.best["step"] >= state.step:
-        return False  # its report is made again, and with it best.pt
-    if reports.get("best") != state.best:
-        note(f"notice: {path} is not this run's best model; the next report makes a new one")
-        return False
-    return True
+        best = read_checkpoint(path)
+    is_of_this_run = best.get("reports", [None])[0] in last["reports"]  # no two took the same time
+    if is_of_this_run and (last["best"] is None or best["best"]["step"] >= last["best"]["step"]):
+        return best["best"]
+    note(f"notice: {path} is not this run's best model; the next report makes a new one")
+    return None
 
 
 def settings(flags):
@@ -598,11 +599,11 @@ def load_weights(model, start):
 
 def load_optimizer(optimizer, moments, weights):
     """ its memory, out of last.pt, under the settings of now; UserError if it is of other weights """
+    shapes = dict(enumerate(weight.shape for weight in weights))
     for number, memory in moments.items():
-        shape = weights[number].shape
-        if any(memory[name].shape != shape for name in ("exp_avg", "exp_avg_sq") if name in memory):
-            raise UserError("the optimizer in last.pt has the weights in another order than gpt.py makes "
-                            "them now; start from best.pt with --init_from")
+        found = {memory[name].shape for name in ("exp_avg", "exp_avg_sq") if name in memory}
+        if found - {shapes.get(number)}:  # torch would crash
+            raise UserError("the optimizer in last.pt has other weights; start from best.pt with --init_from")
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
@@ -758,7 +759,8 @@ class Run:
                       tokens=state.tokens, seconds=state.seconds)
         say(self.line(report))
         state.reports.append(report)
-        if state.best is None or val_loss < state.best["val"]:
+        is_made_again = state.best is not None and step == state.best["step"]  # after a resume
+        if state.best is None or is_made_again or val_loss < state.best["val"]:
             state.best = report
         self.save_report(is_last=step == state.config.max_iters)
         if state.chars and state.config.taste and rank() == 0:
@@ -813,10 +815,10 @@ class Run:
             return
         rests = self.seconds_to_save > 0.5 and time.monotonic() - self.saved_at < SAVE_REST
         files = {}
+        if self.state.best is self.state.reports[-1]:
+            files["best.pt"] = contents(self.state, complete=False)  # first: it may be newer than last.pt
         if is_last or not rests:
             files["last.pt"] = self.complete_contents()
-        if self.state.best is self.state.reports[-1]:
-            files["best.pt"] = contents(self.state, complete=False)
         if self.is_new and not is_last:
             self.first_files = copy.deepcopy(files)  # the next step will change the weights
         else:
@@ -839,24 +841,31 @@ class Run:
     def write(self, files):
         """ {name: contents}, and the record; before its first file a new run moves an earlier one aside """
         aside = move_aside(self.out, FILES) if self.is_new else None
-        for name, saved in files.items():
-            began_at = time.monotonic()
-            try:
-                write_whole(self.out / name, partial(torch.save, saved))
-            except OSError as error:
-                if aside:
-                    bring_back(aside, self.out)
-                remedy = "make room" if is_full(error) else "make it writable"
-                then = "start again" if self.is_new else "continue with --resume"
-                path = self.out / name
-                raise RunFailed(f"cannot write {path}: {error.strerror}; {remedy}, then {then}") from None
-            if name == "last.pt":
-                self.saved_at = time.monotonic()
-                self.seconds_to_save = self.saved_at - began_at
+        try:
+            for name, saved in files.items():
+                self.write_checkpoint(name, saved)
+        except BaseException:  # also a second Ctrl+C
+            if self.is_new:
+                remove_files(self.out, files)
+            if aside:
+                bring_back(aside, self.out)
+            raise
         self.is_new = False
         if aside:
             note(f"the earlier run in {self.out} is now in {aside}")
         self.write_record()
+
+    def write_checkpoint(self, name, saved):
+        path, began_at = self.out / name, time.monotonic()
+        try:
+            write_whole(path, partial(torch.save, saved))
+        except OSError as error:
+            remedy = "make room" if is_full(error) else "make it writable"
+            then = "start again" if self.is_new else "continue with --resume"
+            raise RunFailed(f"cannot write {path}: {error.strerror}; {remedy}, then {then}") from None
+        if name == "last.pt":
+            self.saved_at = time.monotonic()
+            self.seconds_to_save = self.saved_at - began_at
 
     def write_record(self):
         """ loss.csv, a row for each report; that it cannot be written just now does not end the run """
@@ -884,7 +893,7 @@ class Run:
             self.save()
         except Exception as failure:
             reason = str(failure).partition("\n")[0]
-            note(f"notice: step {step} is not saved, and last.pt is of an earlier one: {reason}")
+            note(f"notice: step {step} could not be saved, and last.pt is as it was before: {reason}")
         else:
             note(f"stopped at step {step} and saved; to continue: {command}")
 
@@ -1003,7 +1012,7 @@ def train_task(flags, start):
 def read_splits(flags, start):
     """ (tokenizer, the text's name and sha256, splits); UserError if this text is not suitable """
     learned = start.checkpoint.get("text") if start.checkpoint else None
-    goes_on = learned and learned["name"] == MANUAL and not flags.data
+    goes_on = isinstance(learned, dict) and learned["name"] == MANUAL and not flags.data
     name, text = on_rank_0(find_text, MANUAL if goes_on else flags.data)
     tokenizer = Tokenizer(start.checkpoint["chars"] if start.checkpoint else text)
     refuse_unknown(text, tokenizer, name)

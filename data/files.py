@@ -24,9 +24,10 @@ def write_whole(path, write):
         except (OSError, RuntimeError) as error:
             cause = os_error_behind(error)
             if pause is None or is_full(cause):
-                with suppress(OSError):
-                    part.unlink()
                 raise cause from None
+        finally:  # also after a second Ctrl+C
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
         time.sleep(pause)
 
 
@@ -57,7 +58,7 @@ def is_full(error):
 def locked(folder):
     """ the folder of a run, made and locked; UserError when another run holds it; removed if left empty """
     lock = folder / ".lock"
-    made = not lock.exists()
+    made = [path for path in [lock, folder, *folder.parents] if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(lock, "a")
@@ -68,8 +69,8 @@ def locked(folder):
         try:
             yield
         finally:
-            if made:
-                remove_if_empty(folder, lock)
+            if lock in made:
+                remove_if_empty(folder, made)
 
 
 def lock_file(file, folder):
@@ -84,12 +85,14 @@ def lock_file(file, folder):
             raise UserError(f"another run is writing to {folder}; wait, or name another --out") from None
 
 
-def remove_if_empty(folder, lock):
-    """ a run that wrote nothing leaves nothing """
+def remove_if_empty(folder, made):
+    """ a run that wrote nothing leaves nothing of what it made: its lock, its folder, the folders above """
+    lock, *folders = made
     with suppress(OSError):
         if os.listdir(folder) == [lock.name]:
             lock.unlink()
-            folder.rmdir()
+            for empty in folders:
+                empty.rmdir()
 
 
 def move_aside(folder, names):
@@ -117,3 +120,10 @@ def bring_back(aside, folder):
         for name in os.listdir(aside):
             os.replace(aside / name, folder / name)
         aside.rmdir()
+
+
+def remove_files(folder, names):
+    """ what was written of a run that then failed, as far as that is possible """
+    with suppress(OSError):
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
