@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gpt
 
@@ -93,16 +95,44 @@ def refusal(*args, **more):
     return sentence.split("error: ", 1)[1]
 
 
-def at_batch(monkeypatch, number, act):
-    """ act() while batch `number` is drawn; in a tiny run 0-3 measure, 4-13 train, 14-17 measure, ... """
-    get_batch, count = gpt.get_batch, itertools.count()
+WRITING = "writing"
 
-    def watched(*args):
-        if next(count) == number:
-            act()
-        return get_batch(*args)
 
-    monkeypatch.setattr(gpt, "get_batch", watched)
+def at_pass(number, act):
+    """
+    with at_pass(...): act() in forward pass `number` of those with targets. In a tiny run 0-3 measure, 4-13
+    train, 14-17 measure, 18-27 train, 28-31 measure, 32 scores the best model. WRITING: in any without them.
+    """
+    passes = itertools.count()
+
+    def watch(module, args):
+        if isinstance(module, gpt.GPTLanguageModel):
+            found = next(passes) if len(args) == 2 else WRITING
+            if found == number:
+                act()
+
+    return register_module_forward_pre_hook(watch)
+
+
+def with_losses(change):
+    """ with with_losses(...): the loss of each forward pass with targets is change(model, loss) """
+    def replace(module, args, output):
+        if isinstance(module, gpt.GPTLanguageModel) and len(args) == 2:
+            logits, loss = output
+            return logits, change(module, loss)
+
+    return register_module_forward_hook(replace)
+
+
+def measured(*vals, eval_iters=2):
+    """ with measured(...): the reports find these validation losses in turn; the training losses fall """
+    found = iter([loss for i, val in enumerate(vals) for loss in [3.0 - i] * eval_iters + [val] * eval_iters])
+    return with_losses(lambda model, loss: loss if model.training else torch.as_tensor(next(found, loss)))
+
+
+def after_update(act):
+    """ with after_update(...): act(optimizer) after each update of the weights, before the step counts """
+    return register_optimizer_step_post_hook(lambda optimizer, args, kwargs: act(optimizer))
 
 
 def environment(**more):
@@ -168,12 +198,6 @@ def checkpoint(path):
 def contents(folder):
     """ what the files of a run contain, by name """
     return {path.name: path.read_bytes() for path in Path(folder).glob("[!.]*.*")}
-
-
-def write_checkpoint(path, state):
-    """ a checkpoint as gpt.py would have written it, its checksum included """
-    state.pop("checksum", None)
-    torch.save({**state, "checksum": gpt.checksum(state)}, path)
 
 
 def on_a_terminal(*args, columns=80, out=None, gone_after=None, main=gpt.main):

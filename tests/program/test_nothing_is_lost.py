@@ -3,23 +3,23 @@ Whatever goes wrong, the work until then is in a file to continue from, each fil
 changed in the process around it is as it was.
 """
 import errno
-import itertools
 import math
 import os
+import random
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import LIVELY, at_batch, call, checkpoint, contents, good, refusal, run, steps, tiny
+from helpers import LIVELY, after_update, at_pass, call, checkpoint, contents, ended, good, run, start, steps
+from helpers import tiny, until, with_losses
 
 import bigram
-import data.files
 import gpt
 
 NEXT = "--resume --max_iters 30 --device cpu --max_new_tokens 2 --no-taste".split()
@@ -34,18 +34,15 @@ def failing(error):
 # ---- errors
 
 
-@pytest.mark.parametrize("batch, step, error, sentence", [
-    (2,   0, RuntimeError("a bug"),                     None),  # None: the traceback stays
-    (4,   0, ZeroDivisionError("a bug"),                None),
-    (9,   5, AssertionError("a bug"),                   None),
+@pytest.mark.parametrize("number_of_pass, step, error, sentence", [
+    (9,   5, AssertionError("a bug"),                   None),  # None: the traceback stays
     (9,   5, RuntimeError("CUDA error: out of memory"), "out of memory; lower --batch_size first"),
     (16, 10, OSError(errno.EIO, "Input/output error"),  "cannot continue: [Errno 5] Input/output error"),
     (27, 19, RuntimeError("a bug"),                     None),
     (30, 20, MemoryError(),                             "out of memory; lower --batch_size first")])
 def test_an_error_leaves_the_beginning_of_the_step_to_continue_from_to_the_digit(
-        tmp_path, monkeypatch, capsys, all_steps, batch, step, error, sentence):
-    with monkeypatch.context() as patch:
-        at_batch(patch, batch, failing(error))
+        tmp_path, capsys, all_steps, number_of_pass, step, error, sentence):
+    with at_pass(number_of_pass, failing(error)):
         with pytest.raises(SystemExit if sentence else type(error)) as raised:
             gpt.main(tiny(tmp_path, *LIVELY))
     out, err = capsys.readouterr()
@@ -56,59 +53,102 @@ def test_an_error_leaves_the_beginning_of_the_step_to_continue_from_to_the_digit
     assert list(dict.fromkeys(steps(out + rest.out))) == all_steps
 
 
+@pytest.mark.parametrize("number_of_pass", [0, 3, 4])
+def test_an_error_before_the_end_of_the_first_step_leaves_nothing_and_advises_nothing(
+        tmp_path, capsys, number_of_pass):
+    with at_pass(number_of_pass, failing(ZeroDivisionError())), pytest.raises(ZeroDivisionError):
+        gpt.main(tiny(tmp_path, "--out", tmp_path / "some/new/folder"))
+    err = capsys.readouterr().err
+    assert "this run has no file yet, and none was saved" in err and "--resume" not in err
+    assert os.listdir(tmp_path) == ["words-0.txt"]
+
+
+@pytest.mark.parametrize("more", [
+    ["--batch_size", 10**15], ["--batch_size", 0], ["--n_embd", 17], ["--block_size", 2900],
+    ["--data", "none.txt"], ["--device", "abc"], ["--init_from", "none.pt"]])
+def test_a_start_that_fails_leaves_the_earlier_run_where_it_was(own, more):
+    before = contents(own / "out")
+    done = call(*tiny(own, *more))
+    assert done.code in (1, 2) and "Traceback" not in done.err and "--resume" not in done.err
+    assert contents(own / "out") == before and not list((own / "out").glob("old-*"))
+    good("--sample", "--out", own / "out", "--max_new_tokens", 2)
+
+
+def test_a_run_of_no_steps_writes_its_files_at_once(tmp_path):
+    good(*tiny(tmp_path, "--max_iters", 0))
+    assert checkpoint(tmp_path / "out/last.pt")["step"] == checkpoint(tmp_path / "out/best.pt")["step"] == 0
+
+
 @pytest.mark.parametrize("share", ["half of", "all"])
-@pytest.mark.parametrize("wanted, saved", [(0, 0), (5, 0), (13, 10)])
-def test_an_error_inside_the_update_of_the_weights_saves_nothing(
-        tmp_path, monkeypatch, capsys, share, wanted, saved):
-    update, count = torch.optim.AdamW.step, itertools.count()
+@pytest.mark.parametrize("updates, saved", [(1, None), (6, 0), (14, 10)])
+def test_an_error_inside_the_update_of_the_weights_saves_nothing(tmp_path, capsys, share, updates, saved):
+    count = iter(range(1, 100))
 
-    def fails(optimizer):
-        if next(count) < wanted:
-            return update(optimizer)
-        weights = optimizer.param_groups[0]["params"]
-        for weight in weights[len(weights) // 2:] if share == "half of" else []:
-            weight.grad = None
-        update(optimizer)
-        raise RuntimeError("in the middle")
+    def fail(optimizer):
+        if next(count) == updates:
+            for weight in optimizer.param_groups[0]["params"][::2] if share == "half of" else []:
+                optimizer.state[weight]["step"] -= 1  # as if it had not come that far
+            raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", fails)
-    with pytest.raises(RuntimeError, match="in the middle"):
+    with after_update(fail), pytest.raises(RuntimeError, match="in the middle"):
         gpt.main(tiny(tmp_path))
-    assert "saved" not in capsys.readouterr().err
-    assert checkpoint(tmp_path / "out/last.pt")["step"] == saved
+    err = capsys.readouterr().err
+    assert "and saved" not in err and "--resume" not in err
+    if saved is None:
+        assert not (tmp_path / "out").exists()
+    else:
+        assert f"step {updates - 1} could not be saved, and last.pt is as it was before: " in err
+        assert checkpoint(tmp_path / "out/last.pt")["step"] == saved
+
+
+def test_an_error_stays_the_headline_if_the_rescue_fails_too(tmp_path, monkeypatch, capsys):
+    def fail():
+        monkeypatch.setattr(torch, "save", failing(RuntimeError("the device is gone")))
+        raise ZeroDivisionError("the first error")
+
+    with at_pass(9, fail), pytest.raises(ZeroDivisionError, match="the first error"):
+        gpt.main(tiny(tmp_path))
+    assert "notice: step 5 could not be saved, and last.pt is as it was before: the device is gone\n" in (
+        capsys.readouterr().err)
+    monkeypatch.undo()
+    assert steps(good(*tiny(tmp_path, "--resume")).out)[-1].startswith("step 20: ")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_a_number_stops_the_run_at_that_step_and_is_not_saved(tmp_path, monkeypatch, bad):
-    forward, count = gpt.Accelerated.forward, itertools.count()
-
-    def spoiled(model, x, y):
-        logits, loss = forward(model, x, y)
-        return logits, loss * bad if model.training and next(count) == 13 else loss
-
-    monkeypatch.setattr(gpt.Accelerated, "forward", spoiled)
-    done = call(*tiny(tmp_path))
+def test_a_loss_that_is_not_a_number_stops_the_run_at_that_step_and_is_not_saved(tmp_path, bad):
+    passes = iter(range(100))
+    with with_losses(lambda model, loss: loss * bad if next(passes) == 21 else loss):
+        done = call(*tiny(tmp_path))
     assert done.code == 1 and f"the loss is {bad} at step 13; try a lower --learning_rate" in done.err
-    assert next(count) == 14 and len(steps(done.out)) == 2 and "saved;" not in done.err
+    assert next(passes) == 22 and len(steps(done.out)) == 2 and "saved;" not in done.err
     assert checkpoint(tmp_path / "out/last.pt")["step"] == 10
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_measured_loss_that_is_not_a_number_never_becomes_best(tmp_path, monkeypatch, bad):
-    measured = iter([{"train": 3.0, "val": 3.0}, {"train": 2.0, "val": bad}])
-    monkeypatch.setattr(gpt, "estimate_loss", lambda *args: next(measured))
-    done = call(*tiny(tmp_path))
+def test_a_measured_loss_that_is_not_a_number_never_becomes_best(tmp_path, bad):
+    passes = iter(range(100))
+    with with_losses(lambda model, loss: loss * 0 + bad if next(passes) == 17 else loss):
+        done = call(*tiny(tmp_path))
     assert done.code == 1 and f"the loss is {bad} at step 10" in done.err
     assert checkpoint(tmp_path / "out/best.pt")["step"] == checkpoint(tmp_path / "out/last.pt")["step"] == 0
     assert [row.split(",")[0] for row in (tmp_path / "out/loss.csv").read_text().split()] == ["step", "0"]
 
 
-def test_a_learning_rate_that_is_really_too_large_is_found_out(tmp_path):
-    done = call(*tiny(tmp_path, "--learning_rate", 1e30))
-    assert done.code == 1 and re.search(r"the loss is \S+ at step [12];", done.err)
-    assert checkpoint(tmp_path / "out/best.pt")["step"] == 0
-    done = call(*tiny(tmp_path, "--weight_decay", 1e300, "--max_iters", 1))  # the last step spoils them
-    assert "are not finite at step 1" in done.err and checkpoint(tmp_path / "out/last.pt")["step"] == 0
+@pytest.mark.parametrize("flags, reason", [
+    ("--learning_rate 1e30 --max_iters 20", r"the loss is \S+ at step [12];"),
+    ("--learning_rate 1e30 --max_iters 1", r"the loss is \S+ at step 1;"),
+    ("--weight_decay 1e300 --max_iters 1", r"(the loss is \S+|weights are not finite) at step 1;")])
+def test_weights_that_are_spoiled_are_in_no_file(tmp_path, flags, reason):
+    done = call(*tiny(tmp_path, *flags.split()))
+    assert done.code == 1 and re.search(reason, done.err)
+    for name in ("best.pt", "last.pt"):
+        saved = checkpoint(tmp_path / "out" / name)
+        assert saved["step"] == 0 and all(weight.abs().max() < 10 for weight in saved["model"].values())
+    scored = good("--score", tmp_path / "words-0.txt", "--out", tmp_path / "out")
+    assert 3 < float(re.search(r"(\S+) nats", scored.out)[1]) < 3.3
+
+
+def test_a_learning_rate_that_is_too_large_ends_the_baseline_too():
     flags = "--learning_rate 1e30 --max_iters 50 --eval_iters 1".split()
     done = call(*flags, "--data", __file__, main=bigram.main)  # this file is a text, too
     assert done.code == 1 and "the loss is not a number at step 50; try a lower --learning" in done.err
@@ -126,56 +166,58 @@ def test_a_full_device_ends_a_script_with_one_sentence(script, more, tmp_path):
 # ---- by the clock
 
 
-def test_last_is_saved_by_the_clock_and_before_the_last_measurement_without_a_change_of_any_digit(
-        tmp_path, monkeypatch, all_steps):
-    clock, stepped, write_whole, ahead, saves = time.monotonic, gpt.Run.stepped, gpt.write_whole, [0], {}
+@pytest.fixture
+def clock(monkeypatch):
+    """ a list whose only number is the time in seconds """
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: -now[0])  # on the wall, where it may be set back
+    return now
 
-    def slowly(*args):  # a step takes 250 seconds
-        ahead[0] += 250
-        stepped(*args)
 
-    def kept(path, content):
-        write_whole(path, content)
-        if path.name == "last.pt":
-            saves.setdefault(checkpoint(path)["step"], path.read_bytes())
+@contextmanager
+def saves_of(path):
+    """ {step: (the bytes of the file, the time)} of a checkpoint that is written again and again """
+    saves, replace = {}, os.replace
 
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time", itertools.count(10**6, -3600).__next__)  # on the wall: it is set back
-        patch.setattr(time, "monotonic", lambda: clock() + ahead[0])
-        patch.setattr(gpt.Run, "stepped", slowly)
-        patch.setattr(gpt, "write_whole", kept)
+    def watch(source, target):
+        replace(source, target)
+        if target == path:
+            saves[checkpoint(path)["step"]] = path.read_bytes(), time.monotonic()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", watch)
+        yield saves
+
+
+def advance(clock, seconds):
+    clock[0] += seconds
+
+
+def test_last_is_saved_by_the_clock_without_a_change_of_any_digit(tmp_path, clock, all_steps):
+    last = tmp_path / "out/last.pt"
+    with after_update(lambda optimizer: advance(clock, 250)), saves_of(last) as saves:
         assert steps(good(*tiny(tmp_path, *LIVELY)).out) == all_steps
-    assert list(saves) == [0, 3, 6, 9, 10, 13, 16, 19, 20]
-    for step in (3, 9, 16, 20):
-        (tmp_path / "out/last.pt").write_bytes(saves[step])
-        assert checkpoint(tmp_path / "out/last.pt")["history"][-1]["step"] == (step - 1) // 10 * 10
+    assert list(saves) == [0, 4, 7, 10, 13, 16, 19, 20]  # each 600 seconds or more after the one before
+    for step in (4, 16, 20):
+        last.write_bytes(saves[step][0])
+        assert checkpoint(last)["reports"][-1]["step"] == step // 10 * 10
         assert steps(good(*tiny(tmp_path, *LIVELY, "--resume")).out) == all_steps[-(-step // 10):]
 
 
-def test_saving_takes_less_than_a_twentieth_of_the_time_on_a_fast_device_with_a_slow_disk(
-        trained, tmp_path, monkeypatch):
-    now, spent, sizes, stepped = [0.0], [], {"best.pt": [], "last.pt": [], "loss.csv": []}, gpt.Run.stepped
-    size = (trained / "out/last.pt").stat().st_size
-
-    def write_slowly(path, content):  # 0.6 seconds for a last.pt
-        spent.append(0.6 * len(content) / size)
-        sizes[path.name].append(len(content))
-        now[0] += spent[-1]
-        path.write_bytes(content)
-
-    def train_fast(*args):  # 8 seconds from one report to the next
-        now[0] += 8
-        stepped(*args)
-
-    better = itertools.count(1000, -1)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(gpt, "write_whole", write_slowly)
-    monkeypatch.setattr(gpt.Run, "stepped", train_fast)
-    monkeypatch.setattr(gpt, "estimate_loss", lambda *args: {"train": 3.0, "val": next(better) / 300})
-    good(*tiny(tmp_path, "--eval_interval", 1, "--max_iters", 100))
-    assert sum(spent) < 0.05 * now[0]
-    assert len(sizes["best.pt"]) == 101 and 3 <= len(sizes["last.pt"]) < 50
-    assert max(sizes["best.pt"]) < 0.4 * max(sizes["last.pt"])  # the optimizer's state is only in last.pt
+@pytest.mark.parametrize("seconds, pause", [(0.6, 30), (0.2, 4)])
+def test_where_saving_is_slow_last_is_saved_every_thirty_seconds_and_best_each_time(
+        tmp_path, monkeypatch, clock, seconds, pause):
+    falling = iter(range(10**6, 0, -1))
+    monkeypatch.setattr(os, "fsync", lambda number: advance(clock, seconds))
+    with after_update(lambda optimizer: advance(clock, 4)), saves_of(tmp_path / "out/best.pt") as best:
+        with saves_of(tmp_path / "out/last.pt") as last:
+            with with_losses(lambda model, loss: loss if model.training else loss * 0 + next(falling)):
+                good(*tiny(tmp_path, "--eval_interval", 1, "--max_iters", 50))
+    times = [at for _, at in last.values()]
+    pauses = [later - earlier for earlier, later in zip(times, times[1:])]
+    assert list(best) == list(range(51)) and list(last)[-1] == 50
+    assert pause <= min(pauses[1:-1]) <= max(pauses) < pause + 6
 
 
 # ---- files that cannot be written
@@ -192,7 +234,7 @@ def held(monkeypatch):
                 raise OSError(number, os.strerror(number))
             replace(source, target)
         monkeypatch.setattr(os, "replace", refuse)
-    monkeypatch.setattr(data.files, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     return hold
 
 
@@ -275,9 +317,31 @@ def test_an_earlier_run_is_moved_aside_completely_or_not_at_all(own, monkeypatch
     (own / "out/loss.png").touch()
     before = contents(own / "out")
     monkeypatch.setattr(os, "rename", refuse)
-    sentence = refusal(*tiny(own))
-    assert f"cannot move the earlier run in {own / 'out'} aside: Permission denied; " in sentence
+    done = call(*tiny(own))
+    assert done.code == 2 and "and saved" not in done.err
+    assert f"cannot move the earlier run in {own / 'out'} aside: Permission denied; " in done.err
     assert contents(own / "out") == before and not list((own / "out").glob("old-*"))
+
+
+@pytest.mark.parametrize("name", ["best.pt", "last.pt"])
+@pytest.mark.parametrize("error, code, words", [
+    (OSError(errno.ENOSPC, "No space left on device"), 1, "; make room, then start again"),
+    (KeyboardInterrupt(), 130, "")])
+def test_a_run_whose_first_file_cannot_be_written_brings_the_earlier_one_back(
+        own, monkeypatch, name, error, code, words):
+    before, replace = contents(own / "out"), os.replace
+
+    def fail(source, target):
+        if os.path.basename(source) == f"{name}.part":
+            raise error
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    for flags in (tiny(own, "--seed", 3), tiny(own, "--out", own / "new")):
+        done = call(*flags)
+        assert done.code == code and words in done.err and "--resume" not in done.err
+    assert contents(own / "out") == before and not list((own / "out").glob("old-*"))
+    assert not list((own / "new").glob("[!.]*.pt")) and "Traceback" not in done.err
 
 
 # ---- folders and processes of others
@@ -293,21 +357,105 @@ def test_where_there_is_no_telling_whether_a_folder_is_in_use_the_run_goes_ahead
     assert "notice" not in good(*tiny(tmp_path)).err
 
 
-def test_a_folder_is_free_again_after_an_error_even_while_that_is_kept(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        at_batch(patch, 9, failing(ZeroDivisionError("kept")))
-        with pytest.raises(ZeroDivisionError) as kept:
-            gpt.main(tiny(tmp_path))
+def test_a_folder_is_free_again_after_an_error_even_while_that_is_kept(tmp_path):
+    with at_pass(9, failing(ZeroDivisionError("kept"))), pytest.raises(ZeroDivisionError) as kept:
+        gpt.main(tiny(tmp_path))
     good(*tiny(tmp_path, "--resume"))
     assert str(kept.value) == "kept"
+
+
+def test_a_folder_that_was_there_before_a_start_that_fails_is_there_afterwards(tmp_path):
+    (tmp_path / "out").mkdir()
+    assert call(*tiny(tmp_path, "--batch_size", 10**15)).code == 1
+    assert os.listdir(tmp_path / "out") == []
+
+
+def test_a_folder_that_is_removed_during_the_run_is_made_again_and_the_last_model_writes(tmp_path):
+    with at_pass(20, lambda: shutil.rmtree(tmp_path / "out")), with_losses(lambda model, loss: loss * 0 + 3):
+        done = good(*tiny(tmp_path))  # the report at step 0 stays the best
+    best, last = tmp_path / "out/best.pt", tmp_path / "out/last.pt"
+    assert f"the last model writes instead of the best, since there is no {best}" in done.err
+    done = good("--sample", "--out", tmp_path / "out", "--max_new_tokens", 2)
+    assert f"there is no {best}, so this is the model of {last}" in done.err
+    good(*tiny(tmp_path, "--resume", "--max_iters", 30))
+    assert best.exists()
 
 
 def test_the_callers_random_numbers_and_output_are_afterwards_as_they_were(tmp_path):
     number, before = os.fstat(1).st_ino, torch.get_rng_state()
     good(*tiny(tmp_path))
     assert torch.equal(torch.get_rng_state(), before)
-    stream = SimpleNamespace(write=failing(OSError(errno.EIO, "gone")), flush=lambda: None)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stdout", open("/dev/full" if os.path.exists("/dev/full") else 0, "w"))
         gpt.main(tiny(tmp_path))
     assert os.fstat(1).st_ino == number and torch.equal(torch.get_rng_state(), before)
+
+
+# ---- kill -9, and a cut of the power
+
+
+@contextmanager
+def dies_at(number):
+    """ this process dies, as by kill -9, before it replaces or moves its file `number` """
+    def counted(function):
+        def act(*args):
+            if next(count) == number:
+                os._exit(9)
+            return function(*args)
+        return act
+
+    count = iter(range(10**6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", counted(os.replace))
+        patch.setattr(os, "rename", counted(os.rename))
+        yield
+
+
+def in_a_copy_that_dies(flags, number):
+    """ gpt.main in a copy of this process, which dies before it replaces or moves its file `number` """
+    child = os.fork()
+    if not child:
+        with dies_at(number):
+            call(*flags)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be copied here")
+@pytest.mark.parametrize("number", range(9))
+def test_a_run_that_dies_at_any_of_its_files_continues_to_the_digit(tmp_path, all_steps, number):
+    flags = tiny(tmp_path, *LIVELY)
+    assert in_a_copy_that_dies(flags, number) == 9
+    out = tmp_path / "out"
+    complete = [path.name for path in sorted(out.glob("*.pt"))]
+    for name in complete:
+        gpt.load(out / name, "cpu")
+    if "last.pt" not in complete:
+        assert number < 2
+        return
+    done = good(*flags, "--resume")
+    first = checkpoint(out / "last.pt")
+    assert steps(done.out) == all_steps[-len(steps(done.out)):] and first["step"] == 20
+    assert "not this run's" not in done.err and not list(out.glob("*.part"))
+    assert checkpoint(out / "best.pt")["best"] == first["best"]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_any_moment_leaves_files_that_load(tmp_path):
+    flags = tiny(tmp_path, "--max_iters", 100000, "--eval_interval", 1, "--eval_iters", 1)
+    draw, reached, out = random.Random(8), -1, tmp_path / "out"
+    for number in range(5):
+        process = start(*flags, *["--resume"] * bool(number), stdout=subprocess.DEVNULL)
+        try:
+            until(lambda: (out / "last.pt").exists() and (out / "best.pt").exists())
+            saved = checkpoint(out / "last.pt")["step"]
+            until(lambda saved=saved: checkpoint(out / "last.pt")["step"] > saved)
+            time.sleep(draw.uniform(0, 0.3))
+        finally:
+            process.kill()
+        assert ended(process).code == -9
+        gpt.read_checkpoint(out / "best.pt")
+        assert gpt.read_checkpoint(out / "last.pt")["step"] > reached
+        reached = checkpoint(out / "last.pt")["step"]
+    done = good(*flags, "--resume", "--max_iters", reached + 3)
+    assert "not this run's" not in done.err and not list(out.glob("last.pt.part"))
