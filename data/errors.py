@@ -19,6 +19,8 @@ def explain(error, remedy):
         return "this build of torch has no kernels for this GPU; install another build, or use --device cpu"
     if "busy or unavailable" in message:
         return "the GPU is taken by another program; wait, or choose another one with --device"
+    if re.search("closed by peer|reset by peer|remote process exited", message):
+        return "another process of this run is gone; it may have been killed, for lack of memory for example"
     if others := memory_of_others(message):
         return f"out of memory; other programs hold {others:.0f} GiB of it; wait, or choose another --device"
     memory = "out of memory|allocate memory|not enough memory|ALLOC_FAILED|Storage size calculation overflow"

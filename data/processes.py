@@ -46,7 +46,8 @@ def join():
     backend = "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
     try:
         store, number, processes = next(torch.distributed.rendezvous("env://", timeout=timedelta(minutes=10)))
-        shared["store"] = store
+        # a launcher keeps its table when it starts all again, so each attempt writes into a part of its own
+        shared["store"] = store = torch.distributed.PrefixStore(f"attempt {restarts()}", store)
         torch.distributed.init_process_group(backend, store=torch.distributed.PrefixStore("run", store),
                                              rank=number, world_size=processes, timeout=timedelta(minutes=10))
     except (torch.distributed.DistError, RuntimeError, ValueError) as error:
@@ -89,17 +90,20 @@ def local_rank():
     return int(os.environ.get("LOCAL_RANK", rank())) if several() else 0
 
 
+def restarts():
+    """ how often the launcher started all processes again, after one of them had failed """
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
 def started_again():
-    """ whether the launcher started this process again, after one of them had failed """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return restarts() > 0
 
 
 def first_to_fail():
     """ whether no other process has spoken of an error yet: one of them does, for all """
     if "store" in shared and "is_first" not in shared:  # asked once: an error may pass here twice
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         with suppress(RuntimeError):  # the process that kept the table is gone
-            shared["is_first"] = shared["store"].add(f"failures of attempt {attempt}", 1) == 1
+            shared["is_first"] = shared["store"].add("failures", 1) == 1
     return shared.get("is_first", True)
 
 
