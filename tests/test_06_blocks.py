@@ -1,11 +1,11 @@
 """ Chapter 6: several heads, feed-forward, residual connections, layer norm, dropout. """
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
-from helpers import ROOT, good, new_model, steps, tiny
+from helpers import new_model
 from torch import nn
+from torch.nn import functional as F
 
 import gpt
 
@@ -168,22 +168,25 @@ def test_dropout_has_three_places_and_no_other_and_is_off_in_eval():
 
 DIFFER = ("notice: Head.forward and all_at_once no longer compute the same; all_at_once runs, and --no-fused "
           "runs Head.forward\n")
-MASK = 'wei = wei.masked_fill(tril == 0, float("-inf"))'
-SCALE = "q @ k.transpose(-2, -1) * k.shape[-1]**-0.5"
-EDITS = [(MASK, "wei = wei"), (SCALE, "q @ k.transpose(-2, -1)"),
-         (SCALE, "q @ k.transpose(-2, -1) * C**-0.5"),
-         ("return wei @ v", "return v"), ("v = self.value(x)", "v = self.key(x)"),
-         ("is_causal=True", "is_causal=False"), ("dropout_p=p, is_causal=True", "is_causal=True, scale=1.0")]
 MODELS = [gpt.Config(**gpt.SIZES[name]) for name in gpt.SIZES] + [CONFIG, replace(CONFIG, init_std=0.0)]
 
 
-def edited(old, new):
-    """ gpt.py after a change, as a module of its own """
-    source = (ROOT / "gpt.py").read_text(encoding="utf-8")
-    assert source.count(old) == 1
-    module = ModuleType("edited")
-    exec(compile(source.replace(old, new), "edited", "exec"), vars(module))
-    return module
+class WithoutMask(gpt.Head):
+    def forward(self, x):
+        wei = self.query(x) @ self.key(x).transpose(-2, -1) * self.key.out_features**-0.5
+        return F.softmax(wei, dim=-1) @ self.value(x)
+
+
+class WithAnotherScale(gpt.Head):
+    def forward(self, x):
+        wei = self.query(x) @ self.key(x).transpose(-2, -1) * x.shape[-1]**-0.5
+        wei = wei.masked_fill(torch.ones(wei.shape[-2:]).tril() == 0, float("-inf"))
+        return F.softmax(wei, dim=-1) @ self.value(x)
+
+
+class WithoutQueries(gpt.MultiHeadAttention):
+    def all_at_once(self, x):
+        return torch.cat([head.value(x).cumsum(1) for head in self.heads], dim=-1)
 
 
 @pytest.mark.parametrize("config", MODELS)
@@ -192,35 +195,16 @@ def test_a_run_compares_both_ways_and_says_nothing_while_they_agree(config, caps
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("old, new", EDITS)
-def test_a_change_of_either_way_is_noticed(old, new, capsys):
-    module = edited(old, new)
-    module.compare_heads(module.GPTLanguageModel(CONFIG, 10), CONFIG)
+@pytest.mark.parametrize("change", [WithoutMask, WithAnotherScale, WithoutQueries])
+def test_a_run_says_so_when_they_no_longer_agree_unless_the_head_that_is_read_runs(change, capsys):
+    model = new_model(CONFIG)
+    for module in model.modules():
+        if type(module) is change.__base__:
+            module.__class__ = change  # the same weights, another forward
+    gpt.compare_heads(model, CONFIG)
     assert capsys.readouterr().err == DIFFER
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """ the first measurement of a run with --no-fused, and of both ways without the mask in Head.forward """
-    flags = tiny(tmp_path_factory.mktemp("runs"), "--max_iters", 0, "--init_std", 0.5)
-    broken = edited(MASK, "wei = wei").main
-    return {"right": good(*flags, "--no-fused"), "broken": good(*flags, "--no-fused", main=broken),
-            "broken, fused": good(*flags, main=broken)}
-
-
-def test_a_run_says_so_when_the_head_that_is_read_is_not_what_runs(runs):
-    assert {name: run.err.count(DIFFER) for name, run in runs.items()} == {
-        "right": 0, "broken": 0, "broken, fused": 1}
-
-
-def test_the_head_that_is_read_runs_with_no_fused_alone(runs):
-    assert steps(runs["broken, fused"].out) == steps(runs["right"].out)
-    assert steps(runs["broken"].out) != steps(runs["right"].out)
-
-
-def test_the_header_of_a_run_says_which_way_runs(runs):
-    assert "\nheads:  all at once; --no-fused runs Head.forward\n" in runs["broken, fused"].out
-    assert "\nheads:  one by one, Head.forward\n" in runs["right"].out
+    gpt.compare_heads(model, replace(CONFIG, fused=False))
+    assert capsys.readouterr().err == ""
 
 
 def test_the_comparison_draws_no_random_number_of_the_run_and_leaves_the_mode_as_it_was():
@@ -243,7 +227,7 @@ class Wrapped(nn.Module):
         return self.layer(x) + 1
 
 
-@pytest.mark.parametrize("what", ["no heads", "no blocks", "another block", "a wrapped layer"])
+@pytest.mark.parametrize("what", ["no heads", "no blocks", "another block"])
 def test_a_model_that_a_learner_has_rebuilt_is_not_compared_and_no_crash(what, capsys):
     model = new_model(CONFIG)
     if what == "no heads":
@@ -252,7 +236,14 @@ def test_a_model_that_a_learner_has_rebuilt_is_not_compared_and_no_crash(what, c
         del model.blocks
     if what == "another block":
         model.blocks[0] = nn.Identity()
-    if what == "a wrapped layer":
-        model.blocks[0].sa.heads[0].key = Wrapped(model.blocks[0].sa.heads[0].key)
     gpt.compare_heads(model, CONFIG)
     assert capsys.readouterr().err.startswith("notice: Head.forward and all_at_once cannot be compared (Attr")
+
+
+def test_a_layer_that_is_wrapped_is_no_crash_of_the_comparison(capsys):
+    model = new_model(CONFIG)
+    head = model.blocks[0].sa.heads[0]
+    head.key = Wrapped(head.key)  # has no weight of its own, which all_at_once would look for
+    gpt.compare_heads(model, CONFIG)
+    said = capsys.readouterr().err
+    assert said == "" or said.startswith("notice: Head.forward and all_at_once cannot be compared (Attr")
