@@ -9,6 +9,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -273,6 +274,23 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_that_fits_the_reaso
     assert (own / "out" / name).read_bytes() == old
 
 
+@pytest.mark.parametrize("reason, words", [("ENOSPC", "make room"), ("EROFS", "make it writable")])
+def test_ctrl_c_where_nothing_can_be_written_says_what_was_not_saved_and_keeps_its_status(
+        own, held, reason, words):
+    before, number = contents(own / "out"), getattr(errno, reason)
+
+    def press():
+        held("last.pt", 10**6, number)
+        signal.raise_signal(signal.SIGINT)
+
+    with at_pass(8, press):  # after the report at step 20, which was made again
+        done = call(*NEXT, "--out", own / "out")
+    assert done.code == 130 and "Traceback" not in done.err and "and saved" not in done.err
+    assert "notice: step 25 could not be saved, and last.pt is as it was before: " in done.err
+    assert f"cannot write {own / 'out/last.pt'}: {os.strerror(number)}; {words}, then continue" in done.err
+    assert checkpoint(own / "out/last.pt")["step"] == 20 and before.keys() == contents(own / "out").keys()
+
+
 def test_a_file_system_that_cannot_sync_is_no_failure_and_one_that_fails_is(own, monkeypatch):
     monkeypatch.setattr(os, "fsync", failing(OSError(errno.EINVAL, "Invalid argument")))
     assert "notice" not in good(*NEXT, "--out", own / "out").err
@@ -290,17 +308,26 @@ def test_a_disk_that_is_really_full_ends_the_run_and_the_earlier_files_are_compl
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
     if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a small disk")
-    try:
-        shutil.copytree(own / "out", disk / "out")
-        before = contents(disk / "out")
+    def fill():
         with pytest.raises(OSError), open(disk / "filler", "wb", buffering=0) as filler:
             while filler.write(b"x" * 4096):
                 pass
+
+    try:
+        shutil.copytree(own / "out", disk / "out")
+        before = contents(disk / "out")
+        fill()
         done = call(*NEXT, "--out", disk / "out")
         assert done.code == 1 and "No space left on device; make room, then continue with" in done.err
-        assert contents(disk / "out") == before
+        done = call(*tiny(own, "--seed", 3, "--out", disk / "out"))  # a new run, beside the earlier one
+        assert done.code == 1 and "No space left on device; make room, then start again" in done.err
+        assert contents(disk / "out") == before and sorted(os.listdir(disk)) == ["filler", "out"]
         (disk / "filler").unlink()
         good(*NEXT, "--out", disk / "out")
+        with at_pass(8, fill), at_pass(9, lambda: signal.raise_signal(signal.SIGINT)):
+            done = call(*tiny(own, "--out", disk / "new"))
+        assert done.code == 130 and "notice: step 6 could not be saved, and last.pt is as it was" in done.err
+        assert checkpoint(disk / "new/last.pt")["step"] == 0
     finally:
         subprocess.run(["umount", disk], check=True)
 
