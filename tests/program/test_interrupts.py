@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 import torch
 from helpers import LIVELY, WRITING, after_update, at_pass, call, checkpoint, contents, ended, first_lines
-from helpers import good, start, steps, tiny
+from helpers import good, start, steps, tiny, until
 
 import gpt
 
@@ -177,9 +177,9 @@ def test_signals_at_random_moments_and_resuming_end_in_the_digits_of_one_run(tmp
     all_steps = dict.fromkeys(steps(good(*tiny(tmp_path / "once", *flags)).out))
     printed = {}
     for number in range(8):
-        more = ["--resume"] if (tmp_path / "out/last.pt").exists() else []  # it may have ended before a step
-        process = start(*tiny(tmp_path, *flags), *more, stderr=subprocess.DEVNULL)
+        process = start(*tiny(tmp_path, *flags), *["--resume"] * bool(number), stderr=subprocess.DEVNULL)
         out = first_lines(process, "size:")
+        until((tmp_path / "out/last.pt").exists)
         time.sleep(0.1 + 0.1 * number)
         process.send_signal(SIGNALS[number % len(SIGNALS)])
         done = ended(process)
