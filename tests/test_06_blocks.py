@@ -213,7 +213,8 @@ def test_the_comparison_draws_no_random_number_of_the_run_and_leaves_the_mode_as
     before = torch.get_rng_state()
     gpt.compare_heads(model, config)
     assert torch.equal(torch.get_rng_state(), before)
-    assert model.training and all(p.grad is None for p in model.parameters())
+    assert all(module.training for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
 
 
 class Wrapped(nn.Module):
