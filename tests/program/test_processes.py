@@ -334,7 +334,7 @@ def test_a_run_continues_with_another_number_of_processes(tmp_path, alone, first
     runs = {1: good, 2: together}
     done = runs[first](*tiny(tmp_path, "--grad_clip", 1, "--max_iters", 10))
     assert done.code == 0, done.err
-    done = runs[then](*tiny(tmp_path, "--resume"))
+    done = runs[then](*tiny(tmp_path, "--grad_clip", 1, "--resume"))
     assert done.code == 0, done.err
     same(steps(done.out), alone[1][1:])
 
