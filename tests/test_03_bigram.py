@@ -69,7 +69,9 @@ def test_cross_entropy_wants_n_by_c_and_takes_b_t_c_for_something_else(first):
 def test_what_the_untrained_model_writes(tokenizer):
     text = tokenizer.decode(new_bigram().generate(START, 100)[0].tolist())
     assert len(text) == 101
-    assert text.startswith("\nSKIcLT;AcELMoTbvZv C?nq-QE33:CJqkOKH-q;:la!oiywkHjgChzbQ?u!3bLIgwevmyFJGUGp")
+    now = "\nSKIcLT;AcELMoTbvZv C?nq-QE33:CJqkOKH-q;:la!oiywkHjgChzbQ?u!3bLIgwevmyFJGUGp"
+    on_screen = "\nSr?qP-QWktXoL&jLDJgOLVz'RIoDqHdhsV&vLLxatjscMpwLERSPyao.qfzs$Ys$zF-w,;eEkzx"
+    assert text.startswith((now, on_screen))  # torch 2.6 still draws as in the lecture, newer ones otherwise
 
 
 def test_a_bigram_sees_one_character_only(first):
