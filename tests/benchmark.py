@@ -6,7 +6,7 @@ Speed, side by side in one quiet run: machines are noisy, so look at the ratios.
     python tests/benchmark.py company          a run beside a busy program, by settings of its waiting threads
     python tests/benchmark.py bfloat16         the lecture and the laptop size in bfloat16 on this CPU
     python tests/benchmark.py texts            texts of 1, 10, 100 and 1000 MB
-    python tests/benchmark.py gpu              on a GPU: the default run, and the lecture's loop against it
+    python tests/benchmark.py gpu              on a GPU: the default run, compiled or not, the lecture's loop
 """
 import io
 import os
@@ -41,17 +41,21 @@ def machine():
 def tokens_per_second(steps, device="cpu", dtype=None, compiled=False, size="laptop", **values):
     """ of the product's own loop, without the measuring; the first steps, which warm up, do not count """
     config = gpt.Flags(**{**gpt.SIZES[size], "eval_interval": 10**9, "eval_iters": 1, **values})
+    model, splits = model_and_splits(config, device)
+    for config.max_iters in (max(2, steps // 10), steps):
+        state = gpt.State(config, model)
+        run = gpt.Run(state)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            gpt.train(gpt.Accelerated(state, dtype, compiled), splits, config, device, run)
+    return run.progress.steps * run.progress.tokens_per_step / run.progress.seconds_training
+
+
+def model_and_splits(config, device):
     _, text = find_text()
     tokenizer = gpt.Tokenizer(text)
-    data = {split: tokens.to(device) for split, tokens in gpt.split_data(text, tokenizer).items()}
+    splits = {split: tokens.to(device) for split, tokens in gpt.split_data(text, tokenizer).items()}
     torch.manual_seed(config.seed)
-    model = gpt.GPTLanguageModel(config, len(tokenizer.chars)).to(device)
-    accelerated = gpt.Accelerated(model, config, dtype, compiled)
-    for config.max_iters in (max(2, steps // 10), steps):
-        run = gpt.Run(model, config)
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            gpt.train(accelerated, data, config, device, run)
-    return run.progress.steps * run.progress.tokens_per_step / run.progress.seconds
+    return gpt.GPTLanguageModel(config, len(tokenizer.chars)).to(device), splits
 
 
 def compare(rounds, **variants):
@@ -81,11 +85,12 @@ def bfloat16():
 
 
 def whole_run(*flags):
-    """ seconds of one `python gpt.py ...`, and what it printed """
-    with tempfile.TemporaryDirectory() as out:
+    """ seconds of one `python gpt.py ...` from an empty cache of the compiler, and what it printed """
+    with tempfile.TemporaryDirectory() as out, tempfile.TemporaryDirectory() as cache:
         begin = time.monotonic()
         command = [sys.executable, str(ROOT / "gpt.py"), "--out", out, *flags]
-        done = subprocess.run(command, text=True, check=True, capture_output=True)
+        env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
+        done = subprocess.run(command, text=True, check=True, capture_output=True, env=env)
     return time.monotonic() - begin, done.stdout
 
 
@@ -157,14 +162,38 @@ def texts():
             subprocess.run([sys.executable, "-c", TEXTS.format(root=str(ROOT), path=str(path))], check=True)
 
 
-def gpu():
-    """ at most eight minutes: the default run, and the default's steps against the lecture's """
-    seconds, screen = whole_run()
-    print(f"{screen}\n  default run: {seconds:.0f} s")
-    device = gpt.pick_device("cuda")
-    dtype = gpt.pick_dtype("auto", device)
-    compare(1, default=partial(tokens_per_second, 400, device, dtype, compiled=True, size="lecture"),
-            lecture=partial(tokens_per_second, 100, device, size="lecture", fused=False))
+def gpu(lecture_steps=100, **values):
+    """ the default run, compiled and not, from the command to the end of the sample; then the lecture's loop """
+    config, flags = gpt.Config(**values), [f"--{name}={value}" for name, value in values.items()]
+    for way in ("--compile", "--no-compile"):
+        seconds, screen = whole_run(way, *flags)
+        rate = int(re.findall(r"([\d,]+) tokens/s", screen)[-1].replace(",", ""))
+        milliseconds = 1000 * config.batch_size * config.block_size / rate
+        print(f"{screen}  {way}: {milliseconds:.1f} ms a step, {seconds:.0f} s for all of it\n")
+    device = gpt.pick_device("auto")
+    seconds = seconds_of_a_lecture_step(config, device, lecture_steps)
+    print(f"  the lecture's loop: {1000 * seconds:.1f} ms a step, so {seconds * config.max_iters:.0f} s for "
+          f"{config.max_iters} steps without the measuring")
+
+
+def seconds_of_a_lecture_step(config, device, steps):
+    """ head by head, float32, AdamW as it is by default, batches that are cut out of a text in memory """
+    config.fused = False
+    model, splits = model_and_splits(config, "cpu")
+    model, tokens = model.to(device), splits["train"].long()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate)
+    for step in range(steps + 5):  # the first ones warm up
+        if step == 5:
+            begin = time.monotonic()
+        ix = torch.randint(len(tokens) - config.block_size, (config.batch_size,))
+        x = torch.stack([tokens[i:i + config.block_size] for i in ix]).to(device)
+        y = torch.stack([tokens[i + 1:i + config.block_size + 1] for i in ix]).to(device)
+        logits, loss = model(x, y)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+    loss.item()  # waits until all is done
+    return (time.monotonic() - begin) / steps
 
 
 def main():

@@ -17,8 +17,8 @@ if DEVICE == "cpu" and "TEST_DEVICE" not in os.environ:
     pytest.skip("no GPU here: the program on CUDA or MPS is not tested", allow_module_level=True)
 
 ON_CUDA = DEVICE.startswith("cuda")
-SMALL = ("--n_embd 64 --n_head 4 --block_size 32 --batch_size 8 --init_std 0.1 --learning_rate 1e-3 --grad_clip 1 "
-         "--dtype float32 --no-compile --max_new_tokens 5").split()
+SMALL = ("--n_embd 64 --n_head 4 --block_size 32 --batch_size 8 --init_std 0.1 --learning_rate 1e-3 "
+         "--grad_clip 1 --dtype float32 --no-compile --max_new_tokens 5").split()
 FIRST_STEPS = "--max_iters 20 --eval_interval 10 --eval_iters 4 --max_new_tokens 50".split()
 ROUNDING = 2e-3  # after twenty steps, of losses near 3
 
@@ -123,7 +123,8 @@ def test_a_model_writes_and_is_measured_on_both(tmp_path):
     trained(tmp_path)
     scores = []
     for device in (DEVICE, "cpu"):
-        sample = good("--out", tmp_path / "out", "--prompt", "the", "--max_new_tokens", 20, "--device", device)
+        flags = "--prompt", "the", "--max_new_tokens", 20, "--device", device
+        sample = good("--out", tmp_path / "out", *flags)
         assert sample.out.startswith("the") and len(sample.out) == 24
         model, tokenizer = gpt.load(tmp_path / "out/best.pt", device)
         ids = torch.tensor(tokenizer.encode("the cat sat on a mat and saw that dog run home"))
