@@ -23,7 +23,8 @@ from data.flags import check, make_parser, parse
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHARED = "Tokenizer split_data get_batch estimate_loss".split()
 TOP = "README.md bigram.py data gpt.py pyproject.toml tests".split()
-OTHERS = "help index-url standalone nproc_per_node nnodes rdzv_backend rdzv_endpoint max_restarts no-sync".split()
+OTHERS = ("help index-url no-sync "  # flags of pip, uv and torchrun
+          "standalone nproc_per_node nnodes rdzv_backend rdzv_endpoint max_restarts").split()
 SOURCES = [ROOT / "bigram.py", ROOT / "gpt.py", *sorted(ROOT.glob("data/*.py"))]
 TESTS = sorted(ROOT.glob("tests/**/*.py"))
 
