@@ -163,7 +163,7 @@ def texts():
 
 
 def gpu(lecture_steps=100, **values):
-    """ the default run, compiled and not, from the command to the end of the sample; then the lecture's loop """
+    """ the default run, compiled and not, from the command to its end; then the lecture's loop """
     config, flags = gpt.Config(**values), [f"--{name}={value}" for name, value in values.items()]
     for way in ("--compile", "--no-compile"):
         seconds, screen = whole_run(way, *flags)

@@ -12,7 +12,19 @@ from helpers import ROOT, checkpoint, good, losses, run, steps, tiny
 import gpt
 from data.machine import pick_device, random_state
 
-DEVICE = os.environ.get("TEST_DEVICE") or pick_device("auto")
+
+
+def find_device():
+    """ the GPU that is here and works; in a virtual machine there may be one that does not """
+    device = os.environ.get("TEST_DEVICE") or pick_device("auto")
+    try:
+        torch.ones(2, device=device).sum().item()
+    except RuntimeError:
+        return "cpu"
+    return device
+
+
+DEVICE = find_device()
 if DEVICE == "cpu" and "TEST_DEVICE" not in os.environ:
     pytest.skip("no GPU here: the program on CUDA or MPS is not tested", allow_module_level=True)
 

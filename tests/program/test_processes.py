@@ -275,7 +275,7 @@ def test_with_dropout_two_processes_continue_to_the_digit(tmp_path):
     assert states[0]["losses"].tolist() == states[1]["losses"].tolist() and states[0]["step"] == 20
     for name, weight in states[0]["model"].items():
         assert torch.equal(weight, states[1]["model"][name]), name
-    # other units than one process drops, from the same places in the text
+    # one process draws places and units from the same numbers: another run, of the same kind
     good(*tiny(one, "--dropout", 0.3))
     losses = checkpoint(one / "out/last.pt")["losses"]
     differences = (losses - states[0]["losses"]).abs()
