@@ -4,19 +4,18 @@ The bigram baseline: the lecture's first language model, which sees one characte
     python bigram.py                 train on Tiny Shakespeare (seconds on a CPU), then print 500 characters
     python bigram.py --help          every flag, and the question it answers
 
-Guessing would score ln(65) = 4.1744. This model comes near 2.4519, the best that any bigram can do on the
-training text, and its words are not words yet. gpt.py does better: the same program, with attention.
+Guessing would give a loss of ln(65) = 4.1744. This model comes near 2.4519, the best that any bigram can do
+on the training text, and its words are not words yet. gpt.py does better: the same program, with attention.
 """
-# the imports down to data.text are for the program below the line `running it`; the lesson takes torch alone
+# the lesson takes torch and a few of these helpers; the other imports are for the program below `running it`
 import math
-import sys
 from dataclasses import dataclass
 
 from data.errors import RunFailed
 from data.flags import check, make_parser, parse
 from data.machine import pick_device, torch_for_a_run
-from data.processes import joined, left_alone
-from data.screen import show
+from data.processes import joined, part
+from data.screen import note, show
 from data.script import plain_errors, run_script
 from data.text import BY_HAND, MANUAL, check_length, encode_text, find_text
 
@@ -35,13 +34,13 @@ class Config:
     block_size: int = 8          # how many characters in each?
     max_iters: int = 3000        # how many steps?
     eval_interval: int = 300     # how many steps from one measurement of the loss to the next?
-    eval_iters: int = 200        # over how many batches of each split is it averaged?
+    eval_iters: int = 200        # over how many batches of each split is the loss averaged?
     learning_rate: float = 1e-2  # how large is a step?
     seed: int = 1337             # which random numbers?
     # data
     data: str = ""  # which text file? (default: input.txt, downloaded if absent)
     # running
-    device: str = "auto"       # where? cpu, cuda, cuda:1, mps (auto: the fastest that is here)
+    device: str = "auto"       # where does it run? cpu, cuda, cuda:1, mps (auto: the fastest that is here)
     max_new_tokens: int = 500  # how many characters to write at the end?
 
 
@@ -50,8 +49,8 @@ class Config:
 
 class Tokenizer:
     """
-    Characters to integers and back; the vocabulary is the characters of the text, sorted. A subword tokenizer
-    (BPE) would say more per token ("Google" is one there, six here), but with tens of thousands of tokens.
+    Characters to integers, the tokens, and back; the vocabulary is the characters of the text, sorted. A
+    subword tokenizer (BPE) says more per token ("Google" is one, here six), but knows tens of thousands.
     """
 
     def __init__(self, text):
@@ -76,12 +75,12 @@ def split_data(text, tokenizer):
 
 
 def get_batch(tokens, config, device):
-    """ (x, y), both (B, T): y[b, t] follows x[b, :t+1], so each row is T examples, contexts of 1 to T """
+    """ (x, y), both (B, T), B = batch_size, T = block_size: y[b, t] follows x[b, :t+1] """
     ix = torch.randint(len(tokens) - config.block_size, (config.batch_size,))  # (B,) random places to start
-    ix = ix.to(tokens.device, non_blocking=True)  # the text may be on the GPU, which need not wait for this
+    ix = ix.to(tokens.device, non_blocking=True)  # the text may be on a GPU: no waiting until that is idle
     places = ix[:, None] + torch.arange(config.block_size, device=tokens.device)  # (B, 1) + (T,) -> (B, T)
-    x, y = tokens[places], tokens[places + 1]
-    return x.to(device).long(), y.to(device).long()  # stored as small integers; cross_entropy takes long ones
+    x, y = tokens[places], tokens[places + 1]  # one apart: each row is T examples, with contexts of 1 to T
+    return x.to(device).long(), y.to(device).long()  # stored as small integers; a model takes long ones
 
 
 @torch.no_grad()  # no training here, so nothing has to be remembered for a backward pass
@@ -104,7 +103,7 @@ def estimate_loss(model, next_batch, eval_iters):
 
 
 class BigramLanguageModel(nn.Module):
-    """ a table: row i has a score, a logit, for every character that could come after character i """
+    """ a table: row i has a score, called logit, for each character that may come after character i """
 
     def __init__(self, vocab_size):
         super().__init__()
@@ -130,7 +129,7 @@ class BigramLanguageModel(nn.Module):
             logits, loss = self(idx)  # all of idx goes in, though only its last character counts here
             logits = logits[:, -1, :]                           # the last time step: (B, C)
             probs = F.softmax(logits, dim=-1)                   # (B, C)
-            idx_next = torch.multinomial(probs, num_samples=1)  # (B, 1): drawn, not the likeliest
+            idx_next = torch.multinomial(probs, num_samples=1)  # (B, 1): not always the likeliest
             idx = torch.cat((idx, idx_next), dim=1)             # (B, T + 1)
         return idx
 
@@ -168,7 +167,7 @@ def main(argv=None):
     with plain_errors(parser, "lower --batch_size or --block_size"), joined():
         config = Config(**parse(parser, argv))
         check(config)
-        if not left_alone():
+        if not part():
             return  # one process is enough
         device = pick_device(config.device)
         with torch_for_a_run(device):
@@ -189,7 +188,7 @@ def train_and_write(config, device):
     context = torch.zeros((1, 1), dtype=torch.long, device=device)  # token 0, a newline in most texts
     show(tokenizer.decode(model.generate(context, config.max_new_tokens)[0].tolist()))
     if name == MANUAL:
-        print(f"notice: the model learned {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
+        note(f"notice: the model learned {MANUAL}, not Shakespeare. {BY_HAND}")
 
 
 if __name__ == "__main__":

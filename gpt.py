@@ -6,12 +6,11 @@ A GPT in one file: the Transformer of the lecture "Let's build GPT: from scratch
     python gpt.py --resume                       continue after an interrupt
     python gpt.py --help                         every flag, and the question it answers
 
-Read bigram.py first, then this file from the top: everything down to the line `running it` is the lecture, in
-its order. Without a GPU the small size `laptop` is trained; the full model of Config is --size lecture.
+Read bigram.py first, then this file from the top. Down to the line `running it` it is the lecture's program,
+in its order. Without a GPU the small size `laptop` is trained; the full model of Config is --size lecture.
 """
-# the imports down to data.text are for the program below the line `running it`; the lesson takes torch alone
+# the lesson takes torch and a few of these helpers; the other imports are for the program below `running it`
 import copy
-import hashlib
 import math
 import time
 import warnings
@@ -26,10 +25,11 @@ from data.flags import check, make_parser, parse
 from data.machine import eval_mode, own_random_numbers, pick_device, pick_dtype
 from data.machine import random_numbers_kept, random_state, set_random_state, torch_for_a_run
 from data.pictures import attention_maps, draw_attention, draw_loss
-from data.processes import joined, left_alone, mean_over_processes, on_rank_0, rank, started_again, world_size
-from data.screen import Interrupts, Progress, clock, listed, note, quoted, say, show
+from data.processes import joined, mean_over_processes, on_rank_0, part, rank, restarts, world_size
+from data.screen import Progress, clock, listed, note, quoted, say, show
 from data.script import plain_errors, run_script
-from data.text import BY_HAND, INPUT, MANUAL, check_length, encode_text, find_text, read_text
+from data.signals import Interrupts
+from data.text import BY_HAND, INPUT, MANUAL, check_length, encode_text, find_text, fingerprint, read_text
 from data.text import read_standard_input, typed_text
 
 import torch
@@ -52,7 +52,7 @@ class Config:
     batch_size: int = 64         # how many sequences in one step?
     max_iters: int = 5000        # how many steps?
     eval_interval: int = 500     # how many steps from one measurement of the loss to the next?
-    eval_iters: int = 200        # over how many batches of each split is it averaged?
+    eval_iters: int = 200        # over how many batches of each split is the loss averaged?
     learning_rate: float = 3e-4  # how large is a step?
     seed: int = 1337             # which random numbers?
     # data
@@ -62,7 +62,7 @@ class Config:
     init_std: float = 0.02  # how widely do the first weights spread? (0: PyTorch's default, as on screen)
     warmup_iters: int = 0   # over how many steps does the learning rate rise? (a tenth of all at most)
     decay: bool = False     # does it then fall in a straight line, to zero at the end?
-    weight_decay: float = 0.01  # how strongly are weights pulled towards zero?
+    weight_decay: float = 0.01  # how strongly are weights pulled towards zero? (0.01: AdamW's own default)
     beta2: float = 0.999        # how slowly does AdamW forget the squares of old gradients?
     grad_clip: float = 0.0      # how large may the norm of the gradient be? (0: no limit)
 
@@ -76,8 +76,8 @@ class Config:
 
 class Tokenizer:
     """
-    Characters to integers and back; the vocabulary is the characters of the text, sorted. A subword tokenizer
-    (BPE) would say more per token ("Google" is one there, six here), but with tens of thousands of tokens.
+    Characters to integers, the tokens, and back; the vocabulary is the characters of the text, sorted. A
+    subword tokenizer (BPE) says more per token ("Google" is one, here six), but knows tens of thousands.
     """
 
     def __init__(self, text):
@@ -102,12 +102,12 @@ def split_data(text, tokenizer):
 
 
 def get_batch(tokens, config, device):
-    """ (x, y), both (B, T): y[b, t] follows x[b, :t+1], so each row is T examples, contexts of 1 to T """
+    """ (x, y), both (B, T), B = batch_size, T = block_size: y[b, t] follows x[b, :t+1] """
     ix = torch.randint(len(tokens) - config.block_size, (config.batch_size,))  # (B,) random places to start
-    ix = ix.to(tokens.device, non_blocking=True)  # the text may be on the GPU, which need not wait for this
+    ix = ix.to(tokens.device, non_blocking=True)  # the text may be on a GPU: no waiting until that is idle
     places = ix[:, None] + torch.arange(config.block_size, device=tokens.device)  # (B, 1) + (T,) -> (B, T)
-    x, y = tokens[places], tokens[places + 1]
-    return x.to(device).long(), y.to(device).long()  # stored as small integers; cross_entropy takes long ones
+    x, y = tokens[places], tokens[places + 1]  # one apart: each row is T examples, with contexts of 1 to T
+    return x.to(device).long(), y.to(device).long()  # stored as small integers; a model takes long ones
 
 
 @torch.no_grad()  # no training here, so nothing has to be remembered for a backward pass
@@ -130,14 +130,14 @@ def estimate_loss(model, next_batch, eval_iters):
 
 
 class Head(nn.Module):
-    """ one head of self-attention: each position gathers from itself and its past, never from another row """
+    """ one head of self-attention: each position gathers from itself and its past, in its own sequence """
 
     def __init__(self, config):
         super().__init__()
         # "self": keys, queries and values all come from the same x
         self.key = nn.Linear(config.n_embd, config.head_size, bias=False)    # what do I contain?
         self.query = nn.Linear(config.n_embd, config.head_size, bias=False)  # what am I looking for?
-        self.value = nn.Linear(config.n_embd, config.head_size, bias=False)  # what do I tell, if I fit?
+        self.value = nn.Linear(config.n_embd, config.head_size, bias=False)  # what do I tell, if I am found?
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -145,13 +145,13 @@ class Head(nn.Module):
         B, T, C = x.shape
         k = self.key(x)    # (B, T, hs)
         q = self.query(x)  # (B, T, hs)
-        # affinities: how well does each query fit each key? Such a sum of hs products has a variance of about
-        # hs, and large affinities would make softmax choose one position alone: hence the factor 1/sqrt(hs)
+        # affinities: how well does each query fit each key? If q and k have variance 1, these sums of hs
+        # products have variance hs, and softmax would choose one position alone: hence the 1/sqrt(hs)
         wei = q @ k.transpose(-2, -1) * k.shape[-1]**-0.5  # (B, T, hs) @ (B, hs, T) -> (B, T, T)
         tril = torch.tril(torch.ones(T, T, device=x.device))  # row t: ones up to column t
         wei = wei.masked_fill(tril == 0, float("-inf"))  # hides the future; an encoder has no such line
         wei = F.softmax(wei, dim=-1)                     # each row sums to one: the weights of an average
-        wei = self.dropout(wei)
+        wei = self.dropout(wei)  # in training, leaves some positions out by chance
         v = self.value(x)  # (B, T, hs)
         return wei @ v     # (B, T, T) @ (B, T, hs) -> (B, T, hs)
 
@@ -167,7 +167,7 @@ class MultiHeadAttention(nn.Module):
         self.fused = config.fused
 
     def forward(self, x):
-        # x of shape (B, T, C); nh = n_head
+        # x of shape (B, T, C); nh = n_head heads, each with hs = head_size channels: nh * hs = C
         if not self.fused:
             out = torch.cat([h(x) for h in self.heads], dim=-1)  # the lecture's way: Head.forward, one by one
         else:
@@ -183,7 +183,7 @@ class MultiHeadAttention(nn.Module):
         qkv = F.linear(x, weight).view(B, T, 3, len(self.heads), -1)  # (B, T, 3, nh, hs)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)                          # three of (B, nh, T, hs)
         p = self.heads[0].dropout.p if self.training else 0.0
-        # scale by hs**-0.5, mask the future, softmax, dropout, @ v: all of Head.forward
+        # scale by hs**-0.5, mask the future, softmax, dropout, @ v: the rest of Head.forward
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         return out.transpose(1, 2).reshape(B, T, -1)  # (B, nh, T, hs) -> (B, T, nh * hs)
 
@@ -194,9 +194,9 @@ class FeedForward(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(config.n_embd, 4 * config.n_embd),  # four times as wide inside, as in the paper of 2017
+            nn.Linear(config.n_embd, 4 * config.n_embd),  # room to compute: 4, as in the paper of 2017
             nn.ReLU(),
-            nn.Linear(4 * config.n_embd, config.n_embd),
+            nn.Linear(4 * config.n_embd, config.n_embd),  # back to the width of x, to which it is added
             nn.Dropout(config.dropout),
         )
 
@@ -223,16 +223,16 @@ class Block(nn.Module):
 
 
 class GPTLanguageModel(nn.Module):
-    """ from tokens and their positions, through the blocks, to a score for each possible next character """
+    """ from tokens and their positions, through the blocks, to a logit for each character that may follow """
 
     def __init__(self, config, vocab_size):
         super().__init__()
-        check(config)  # UserError for settings that cannot be
+        check(config)  # UserError for impossible settings, such as 65 channels for 4 heads
         self.block_size = config.block_size
         self.token_embedding_table = nn.Embedding(vocab_size, config.n_embd)
         self.position_embedding_table = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.Sequential(*[Block(config) for _ in range(config.n_layer)])
-        self.ln_f = nn.LayerNorm(config.n_embd)
+        self.ln_f = nn.LayerNorm(config.n_embd)  # once more, after the last block
         self.lm_head = nn.Linear(config.n_embd, vocab_size)
         if config.init_std:  # as in the lecture's repository: embeddings begin much smaller than PyTorch's
             for module in self.modules():
@@ -266,20 +266,20 @@ class GPTLanguageModel(nn.Module):
         idx = idx.to(self.lm_head.weight.device)
         with eval_mode(self):  # no dropout while writing
             for _ in range(max_new_tokens):
-                idx_cond = idx[:, -self.block_size:]  # later positions would have no embedding
+                idx_cond = idx[:, -self.block_size:]  # there are no embeddings for more positions
                 logits, loss = self(idx_cond)
                 logits = logits[:, -1, :]                           # the last time step: (B, C)
-                logits = sharpen(logits, temperature, top_k)        # the lecture's are used as they are
+                logits = sharpen(logits, temperature, top_k)        # not in the lecture; by default no change
                 probs = F.softmax(logits, dim=-1)                   # (B, C)
-                idx_next = torch.multinomial(probs, num_samples=1)  # (B, 1): drawn, not the likeliest
+                idx_next = torch.multinomial(probs, num_samples=1)  # (B, 1): not always the likeliest
                 idx = torch.cat((idx, idx_next), dim=1)             # (B, T + 1)
         return idx
 
 
 def sharpen(logits, temperature=1.0, top_k=None):
     """
-    Logits (B, C) -> (B, C). A temperature below 1 makes the likely likelier, 0 leaves the likeliest alone;
-    top_k leaves the k likeliest. ValueError for a setting out of range.
+    Logits (B, C) -> (B, C). A temperature below 1 makes the likely likelier, and 0 leaves only the likeliest;
+    top_k leaves only the k likeliest. ValueError for a setting out of range.
     """
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature {temperature} must be 0 or more")
@@ -344,7 +344,7 @@ def train(model, splits, config, device, run=None):
 
 # running it
 
-SHAPE = ["n_layer", "n_head", "n_embd", "block_size"]  # what the weights in a checkpoint fix
+SHAPE = ["n_layer", "n_head", "n_embd", "block_size"]  # the settings that the weights in a checkpoint decide
 SIZES = {
     "lecture": {},
     "notebook": dict(n_layer=4, n_head=4, n_embd=64, block_size=32, dropout=0.0, batch_size=16,
@@ -366,7 +366,7 @@ class Flags(Config):
     init_from: str = ""  # start from the weights and the vocabulary in which checkpoint? (fine-tuning)
     # running
     size: str = "auto"  # which named size? lecture, notebook, laptop (auto: lecture on CUDA, else laptop)
-    device: str = "auto"  # where? cpu, cuda, cuda:1, mps (auto: the fastest that is here)
+    device: str = "auto"  # where does it run? cpu, cuda, cuda:1, mps (auto: the fastest that is here)
     dtype: str = "auto"  # which type of numbers? float32, bfloat16 (auto: bfloat16 on a CUDA GPU that has it)
     compile: bool = None  # let torch.compile rewrite the model? (default: on CUDA)
     out: str = "out"      # which folder for checkpoints, record and pictures?
@@ -489,7 +489,7 @@ def check_run(flags, start):
 def is_a_restart(task, flags):
     """ whether the launcher started this run again, after a process had failed, and --out has its last.pt """
     last = Path(flags.out) / "last.pt"
-    if task != "train" or flags.resume or not started_again() or not last.exists():
+    if task != "train" or flags.resume or not restarts() or not last.exists():
         return False
     return read_checkpoint(last)["config"] == settings(flags)
 
@@ -503,8 +503,8 @@ class State:
     config: Config        # the settings
     model: nn.Module
     chars: str = ""       # the vocabulary, in order
-    text: dict = None     # what the model learns from: its name and its sha256
-    optimizer: torch.optim.Optimizer = None  # or, until the run begins, what last.pt says of it
+    text: dict = None     # what the model learns from: its name, and the sha256 of its tokens
+    optimizer: torch.optim.Optimizer = None  # made by the training loop
     step: int = 0         # how many steps were taken
     tokens: int = 0       # how many characters were in their batches
     seconds: float = 0.0  # how long all that took
@@ -522,10 +522,7 @@ def new_state(flags, start, tokenizer, text):
         load_weights(model, start)
     state = State(flags, model.to(flags.device), "".join(tokenizer.chars), text)
     if flags.resume:
-        if list(start.checkpoint["model"]) != list(model.state_dict()):  # which number them for the optimizer
-            raise UserError(f"{start.path} has the weights in another order than gpt.py makes them now; "
-                            "start from best.pt with --init_from")
-        for name in ["optimizer", "step", "tokens", "seconds", "random"]:
+        for name in ["step", "tokens", "seconds"]:
             setattr(state, name, start.checkpoint[name])
         state.losses = start.checkpoint["losses"].tolist()
         # a report of this very step is made again
@@ -553,13 +550,15 @@ def settings(flags):
 
 
 def contents(state, complete):
-    """ what is saved of a state, as plain values and tensors: all of it, or without what continuing takes """
+    """ what is saved of a state; complete: all of it, otherwise without optimizer and random numbers """
     saved = {f.name: getattr(state, f.name) for f in fields(State)}
     saved["config"] = settings(state.config)
     saved["model"] = state.model.state_dict()
     saved["losses"] = torch.tensor(state.losses)
     if complete:
-        saved["optimizer"] = state.optimizer.state_dict()["state"]  # its settings are in the config
+        names = [name for name, weight in state.model.named_parameters()]
+        moments = state.optimizer.state_dict()["state"]  # its settings are in the config
+        saved["optimizer"] = {names[number]: memory for number, memory in moments.items()}
     else:
         del saved["optimizer"], saved["random"]
     return saved
@@ -597,14 +596,16 @@ def load_weights(model, start):
         raise UserError(f"{start.path} does not fit the model that gpt.py makes now: {error}") from None
 
 
-def load_optimizer(optimizer, moments, weights):
-    """ its memory, out of last.pt, under the settings of now; UserError if it is of other weights """
-    shapes = dict(enumerate(weight.shape for weight in weights))
-    for number, memory in moments.items():
-        found = {memory[name].shape for name in ("exp_avg", "exp_avg_sq") if name in memory}
-        if found - {shapes.get(number)}:  # torch would crash
-            raise UserError("the optimizer in last.pt has other weights; start from best.pt with --init_from")
-    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+def load_optimizer(optimizer, moments, model):
+    """ its memory of each weight, by name, under the settings of now; UserError if it is of other weights """
+    weights = dict(model.named_parameters())
+    for name, memory in moments.items():
+        shapes = {value.shape for value in memory.values() if value.dim()}
+        if name not in weights or shapes - {weights[name].shape}:
+            raise UserError("the optimizer in last.pt has other weights than the model that gpt.py makes "
+                            "now; start from best.pt with --init_from")
+    memory = {number: moments[name] for number, name in enumerate(weights) if name in moments}
+    optimizer.load_state_dict({"state": memory, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def load(path="out/best.pt", device="auto"):
@@ -695,27 +696,27 @@ class Diverged(RunFailed):
 class Run:
     """ what happens around the training loop: a state, the screen, the folder `out` for files, the clock """
 
-    def __init__(self, state, out=None, interrupts=None):
+    def __init__(self, state, out=None, interrupts=None, last=None):
         self.state = state
         self.out = out                # None: no files
         self.interrupts = interrupts  # None: nobody asks to stop
-        self.is_new = state.optimizer is None  # until its first file
+        self.last = last              # what is in last.pt, if the run continues from it
+        self.is_new = last is None    # until it has written its first file
         self.first_files = None       # those of the beginning, until a step has shown that the run works
         self.unread = []              # losses that are still on the device: to read one makes a GPU wait
         self.device = next(state.model.parameters()).device
         self.progress = Progress(state.config, state.step)
         self.began_at = time.monotonic() - state.seconds  # as if it had never been interrupted
         self.saved_at = time.monotonic()
-        self.reported_at = time.monotonic()
         self.seconds_to_save = 0.0    # how long the last save took
 
     # what the loop calls
 
     def begin(self, optimizer):
         """ the first step to take; the optimizer and the random numbers continue where they were """
-        if self.state.optimizer is not None:
-            load_optimizer(optimizer, self.state.optimizer, list(self.state.model.parameters()))
-            set_random_state(self.state.random, self.device)
+        if self.last:
+            load_optimizer(optimizer, self.last["optimizer"], self.state.model)
+            set_random_state(self.last["random"], self.device)
         self.state.optimizer = optimizer
         self.state.random = random_state(self.device)
         return self.state.step
@@ -734,9 +735,9 @@ class Run:
         """ after the optimizer: the state is that of the next step's beginning """
         state = self.state
         self.unread.append(loss.detach())
-        is_cheap = self.device.type == "cpu" and world_size() == 1
+        waits_for_nobody = self.device.type == "cpu" and world_size() == 1
         is_first = self.progress.steps == 0
-        if is_cheap or is_first or len(self.unread) == 20:
+        if waits_for_nobody or is_first or len(self.unread) == 20:
             self.read_losses()
         self.progress.stepped()
         state.step = step + 1
@@ -764,9 +765,7 @@ class Run:
             state.best = report
         self.save_report(is_last=step == state.config.max_iters)
         if state.chars and state.config.taste and rank() == 0:
-            now = time.monotonic()
-            self.taste(0.04 * (now - self.reported_at) if step else 0.5)
-        self.reported_at = time.monotonic()
+            self.taste()
 
     # the screen
 
@@ -780,18 +779,14 @@ class Run:
         losses = f"train loss {report['train']:.4f}, val loss {report['val']:.4f}"
         return f"step {report['step']}: {losses} ({', '.join(more)})"
 
-    def taste(self, seconds):
-        """ print a line that the model writes within so many seconds, always from the same random numbers """
+    def taste(self):
+        """ print a line that the model writes, always from the same random numbers """
         tokenizer = Tokenizer(self.state.chars)
-        text, end = "", time.monotonic() + seconds
         with random_numbers_kept(self.device):
             torch.manual_seed(self.state.config.seed)
-            for ch in stream(self.state.model, tokenizer, first_character(tokenizer), 70):
-                shown = ch if ch.isprintable() else " "
-                text += "↵" if ch == "\n" else shown
-                if time.monotonic() > end:
-                    break
-        say(f"    | {text}")
+            text = "".join(stream(self.state.model, tokenizer, first_character(tokenizer), 70))
+        shown = [ch if ch.isprintable() else " " for ch in text.replace("\n", "↵")]
+        say(f"    | {''.join(shown)}")
 
     def seconds(self):
         return time.monotonic() - self.began_at
@@ -830,7 +825,7 @@ class Run:
             self.write({"last.pt": self.complete_contents()})
 
     def complete_contents(self):
-        """ what last.pt is to contain; Diverged if a weight is not a number, or about to be none """
+        """ what last.pt is to contain; Diverged if the weights are not finite """
         norm = nn.utils.get_total_norm([p.detach() for p in self.state.model.parameters()])
         if not norm.isfinite():
             step = self.state.step
@@ -877,10 +872,9 @@ class Run:
         except OSError as error:
             note(f"notice: cannot write loss.csv: {error.strerror}; the next report tries again")
 
-    def rescue(self, error, command):
+    def rescue(self, error, to_continue):
         """ after an error save the beginning of this step; what fails here is said, and hides nothing """
-        is_begun = isinstance(self.state.optimizer, torch.optim.Optimizer)
-        if not self.out or not is_begun or isinstance(error, Diverged):
+        if not self.out or self.state.optimizer is None or isinstance(error, Diverged):
             return
         if self.is_new:
             note("this run has no file yet, and none was saved")
@@ -895,12 +889,12 @@ class Run:
             reason = str(failure).partition("\n")[0]
             note(f"notice: step {step} could not be saved, and last.pt is as it was before: {reason}")
         else:
-            note(f"stopped at step {step} and saved; to continue: {command}")
+            note(f"stopped at step {step} and saved; to continue: {to_continue}")
 
     def is_half_updated(self):
         """ whether the error came in the middle of an update of the weights """
         memories = self.state.optimizer.state.values()
-        return {int(memory["step"]) for memory in memories if "step" in memory} - {self.state.step} != set()
+        return any(int(memory["step"]) != self.state.step for memory in memories if "step" in memory)
 
 
 def require_finite(step, *losses):
@@ -996,7 +990,8 @@ def train_task(flags, start):
         announce(state, start, splits, dtype)
         compare_heads(state.model, flags)
         interrupts = stack.enter_context(Interrupts())
-        run = Run(state, out if rank() == 0 else None, interrupts)
+        last = start.checkpoint if flags.resume else None
+        run = Run(state, out if rank() == 0 else None, interrupts, last)
         compiled = flags.compile if flags.compile is not None else flags.device.startswith("cuda")
         if flags.device.startswith("cuda"):  # one to four bytes a character: small there
             splits = {split: tokens.to(flags.device) for split, tokens in splits.items()}
@@ -1005,7 +1000,7 @@ def train_task(flags, start):
         except Exception as error:
             run.rescue(error, command(start.given, "--resume"))
             raise
-        if left_alone():
+        if part():
             finish(run, splits, start)
 
 
@@ -1018,12 +1013,11 @@ def read_splits(flags, start):
     refuse_unknown(text, tokenizer, name)
     splits = split_data(text, tokenizer)
     check_length(name, splits, flags.block_size)
-    digest = hashlib.sha256(splits["train"].numpy())
-    digest.update(splits["val"].numpy())
-    if flags.resume and digest.hexdigest() != learned["sha256"]:
+    sha256 = fingerprint(splits)
+    if flags.resume and sha256 != learned["sha256"]:
         raise UserError(f"{name} is not the text that the run in {flags.out} trains on ({learned['name']}); "
                         f"to train on another, use --init_from {flags.out}/best.pt and another --out")
-    return tokenizer, {"name": name, "sha256": digest.hexdigest()}, splits
+    return tokenizer, {"name": name, "sha256": sha256}, splits
 
 
 def announce(state, start, splits, dtype):
@@ -1059,7 +1053,7 @@ def compare_heads(model, config):
     if not config.fused:
         return
     numbers = torch.Generator().manual_seed(0)  # of its own: the run's stay as they are
-    x = 3 * torch.randn(1, 8, config.n_embd, generator=numbers)  # (B, T, C)
+    x = 3 * torch.randn(1, 8, config.n_embd, generator=numbers)  # (B, T, C), wide: a missing scale shows
     try:
         sa = model.blocks[0].sa
         x = x.to(next(sa.parameters()))
@@ -1102,7 +1096,7 @@ def finish(run, splits, start):
 
 def command(given, task):
     """ a command to paste into a shell: what a checkpoint does not keep is said again """
-    script = INPUT.with_name("gpt.py")
+    script = INPUT.with_name("gpt.py")  # __file__ is missing where the source is piped in
     words = ["python", "gpt.py" if Path.cwd() == script.parent else str(script), task]
     names = ["out", "device"] + (["dtype", "compile"] if task == "--resume" else [])
     for name in names:
@@ -1148,7 +1142,7 @@ def attention_task(flags, start):
     maps = attention_maps(model, tokenizer, shown)
     try:
         draw_attention(maps, shown, Path(flags.out) / "attention.png")
-    except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # so matplotlib fails
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:  # of a broken matplotlib
         reason = str(error)[:100]
         raise UserError(f'--attention needs matplotlib ({reason}): pip install -e ".[plot]"') from None
 
@@ -1162,10 +1156,10 @@ def main(argv=None):
     with plain_errors(parser, LESS_MEMORY), joined():
         given = parse(parser, argv)
         if given.get("size") == "auto":
-            del given["size"]
+            del given["size"]  # as if the flag had not been given
         task = pick_task(given)
         flags, start = read_flags(task, given)
-        if task != "train" and not left_alone():
+        if task != "train" and not part():
             return
         remedy = LESS_MEMORY if task == "train" else "use a smaller model, or --device cpu"
         with plain_errors(parser, remedy), torch_for_a_run(flags.device):

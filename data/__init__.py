@@ -8,7 +8,8 @@ The text, and the machinery that both scripts share: everything a real program n
     errors.py      the errors that are worth a sentence
     machine.py     devices, types of numbers, random numbers
     processes.py   several processes that compute one run
-    screen.py      what a run shows while it works, and how it is asked to stop
+    screen.py      what a run shows while it works
+    signals.py     how a run is asked to stop
     files.py       files that are written completely or not at all, folders for one run at a time
     pictures.py    the losses of a run, the attention of a model (with matplotlib)
     questions.txt  questions and answers, for fine-tuning

@@ -32,7 +32,7 @@ def write_whole(path, write):
 
 
 def os_error_behind(error):
-    """ the OSError that torch.save met and put into words of its own, or the error itself if it is one """
+    """ the OSError behind a failed write, which torch.save hides; any other error is raised again """
     if isinstance(error, OSError):
         return error
     if isinstance(error.__context__, OSError):

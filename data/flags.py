@@ -44,7 +44,9 @@ def make_parser(config_class, name, description, sizes):
     parser = Parser(prog=name, usage=f"python {name} [flags]   (--help lists them)", allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter,
                     argument_default=argparse.SUPPRESS, description=description)
-    parser.types = field_types(config_class)
+    hints = typing.get_type_hints(config_class)
+    # of a setting that may be None, such as int | None, the type is the first
+    parser.types = {name: (typing.get_args(hint) or [hint])[0] for name, hint in hints.items()}
     groups, comments = {}, read_comments(config_class)
     for field in fields(config_class):
         group, question = comments.get(field.name, ("settings", ""))
@@ -54,15 +56,6 @@ def make_parser(config_class, name, description, sizes):
         groups[group].add_argument(f"--{field.name}", help=help.replace("%", "%%"),
                                    **how_to_read(parser.types[field.name]))
     return parser
-
-
-def field_types(config_class):
-    """ {name: int, float, bool or str}, the type of each field; that of `int | None` is int """
-    hints, types = typing.get_type_hints(config_class), {}
-    for field in fields(config_class):
-        kinds = [*typing.get_args(hints[field.name]), hints[field.name]]
-        types[field.name] = next((kind for kind in kinds if kind in (int, float, bool)), str)
-    return types
 
 
 def read_comments(config_class):

@@ -16,14 +16,14 @@ def pick_device(name):
     name = str(name)  # it may be a torch.device
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = [f"cuda:{i}" for i in range(gpus)]
-    here += ["mps"] if torch.backends.mps.is_available() else []
+    has_mps = torch.backends.mps.is_available() and world_size() == 1  # processes cannot share it
+    here += ["mps"] if has_mps else []
     here += ["cpu"]
     if world_size() > 1 and name.startswith("cuda:"):
         raise UserError(f"--device {name} puts all {world_size()} processes on one GPU; use --device cuda, "
                         "which gives each its own")
     if name == "auto":
-        name = here[0] if world_size() == 1 else "cpu"
-        name = "cuda" if gpus else name
+        name = "cuda" if gpus else here[0]
     device = f"cuda:{local_rank()}" if name == "cuda" and gpus else name
     if device not in here:
         raise UserError(f"--device {device} does not work here with torch {torch.__version__}; use one of: "

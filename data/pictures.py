@@ -44,9 +44,10 @@ def draw_loss(losses, reports, best, vocab_size, path):
 def attention_maps(model, tokenizer, text):
     """ maps[layer][head], (T, T): how much each position takes from each; the model stays as it is """
     layers = [getattr(block, "sa", None) for block in getattr(model, "blocks", [])]
+    no_heads = UserError("this model has no Head of which the attention could be drawn")
     if not layers or not all(len(getattr(sa, "heads", [])) for sa in layers):
-        raise UserError("this model has no Head of which the attention could be drawn")
-    was_fused = [sa.fused for sa in layers]
+        raise no_heads
+    was_fused = [getattr(sa, "fused", False) for sa in layers]
     affinities, hooks = [], []
 
     def look(dropout, args, output):
@@ -56,7 +57,8 @@ def attention_maps(model, tokenizer, text):
         for sa in layers:
             sa.fused = False  # one head after the other: only then there are affinities to see
             for head in sa.heads:
-                hooks.append(head.dropout.register_forward_hook(look))
+                if hasattr(head, "dropout"):
+                    hooks.append(head.dropout.register_forward_hook(look))
         model.generate(torch.tensor([tokenizer.encode(text)]), 1)
     finally:
         for hook in hooks:
@@ -64,6 +66,8 @@ def attention_maps(model, tokenizer, text):
         for sa, fused in zip(layers, was_fused):
             sa.fused = fused
     heads = len(layers[0].heads)
+    if len(affinities) != heads * len(layers):
+        raise no_heads
     return [affinities[i:i + heads] for i in range(0, len(affinities), heads)]
 
 

@@ -56,18 +56,18 @@ def join():
                         "launcher, then start all again") from None
 
 
-def leave(together=False):
-    """ part from the other processes; together: when all of them are there """
+def leave():
+    """ part from the other processes """
     if several():
-        if together:
-            torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
-def left_alone():
-    """ all part from one another; True in process 0, which does alone what remains """
+def part():
+    """ all processes part, when all are there; True in process 0, which does alone what remains """
     number = rank()
-    leave(together=True)
+    if several():
+        torch.distributed.barrier()
+    leave()
     return number == 0
 
 
@@ -93,10 +93,6 @@ def local_rank():
 def restarts():
     """ how often the launcher started all processes again, after one of them had failed """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-
-
-def started_again():
-    return restarts() > 0
 
 
 def first_to_fail():

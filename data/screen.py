@@ -1,5 +1,5 @@
 """
-What a run shows while it works, and how it is asked to stop. Process 0 speaks for all.
+What a run shows while it works. Process 0 speaks for all.
 
     show    text on standard output
     say     a line on standard output, from process 0
@@ -8,22 +8,15 @@ What a run shows while it works, and how it is asked to stop. Process 0 speaks f
 """
 import errno
 import os
+import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
 import unicodedata
 from contextlib import suppress
 
-from data.processes import most_over_processes, rank, world_size
-
-
-class Interrupted(Exception):
-    """ a signal asked for the end; args[0] is its number """
-
-
-# ---- the screen
+from data.processes import rank
 
 
 def show(text, end="\n"):
@@ -77,11 +70,7 @@ def terminal_width():
 
 def without_controls(text):
     """ control characters, which can garble a terminal, as escapes such as \\x1b; newlines and tabs stay """
-    def plain(ch):
-        control = unicodedata.category(ch) == "Cc" and ch not in "\n\t"
-        return ascii(ch)[1:-1] if control else ch
-
-    return "".join(map(plain, text))
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], text)
 
 
 def listed(characters):
@@ -107,11 +96,11 @@ class Progress:
 
     def __init__(self, config, step):
         steps_left = config.max_iters - step
-        reports_left = config.max_iters // config.eval_interval - (step - 1) // config.eval_interval
-        if config.max_iters % config.eval_interval:
-            reports_left += 1  # the one at the end
+        next_report = -(-step // config.eval_interval) * config.eval_interval
+        reports_left = len(range(next_report, config.max_iters, config.eval_interval)) + 1  # and the last one
         self.work_left = 3 * steps_left + 2 * config.eval_iters * reports_left  # a training step takes three
         self.tokens_per_step = config.batch_size * config.block_size
+        self.ticks = 0              # how many times tick was called
         self.steps = 0              # training steps since the program began
         self.seconds_training = 0.0  # spent in them
         self.work_timed = 0         # forward passes since timed_from
@@ -122,15 +111,17 @@ class Progress:
     def tick(self, work, text):
         """ `work` forward passes begin: a line that changes on a terminal, elsewhere a new one every 10 s """
         self.batch_at = time.monotonic()
-        if self.timed_from is None and not self.work_timed:
+        self.ticks += 1
+        if self.ticks == 1:
             self.next_line_at = self.batch_at + 0.5
-        if self.timed_from is None and self.work_timed:
+        if self.ticks == 2:  # the first pass is slow: the time left is reckoned from the second
             self.timed_from, self.work_timed = self.batch_at, 0
         self.work_timed += work
         self.work_left -= work
         if self.batch_at > self.next_line_at:
             self.next_line_at = self.batch_at + (0.2 if has_status_line() else 10)
-            (status if has_status_line() else note)(", ".join([text, *self.speed()]))
+            show_line = status if has_status_line() else note
+            show_line(", ".join([text, *self.speed()]))
 
     def stepped(self):
         """ a training step is done """
@@ -146,56 +137,3 @@ class Progress:
             seconds = time.monotonic() - self.timed_from
             parts.append(f"{clock(seconds / self.work_timed * max(0, self.work_left))} left")
         return parts
-
-
-# ---- signals
-
-
-class Interrupts:
-    """ the first Ctrl+C, SIGTERM or SIGHUP waits for the end of the step; a second one acts as before """
-
-    def __init__(self):
-        self.asked = 0         # the number of the signal that came
-        self.handlers = {}     # those of before, by number
-        self.checks_to_skip = 0
-        self.checks = 0        # since the processes last asked one another
-        self.asked_at = time.monotonic()
-
-    def __enter__(self):
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
-            if number and signal.getsignal(number) != signal.SIG_IGN:  # as SIGHUP is under nohup
-                with suppress(ValueError):  # only the main thread receives signals
-                    self.handlers[number] = signal.signal(number, self.remember)
-        return self
-
-    def __exit__(self, *error):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler or signal.SIG_DFL)
-
-    def remember(self, number, frame):
-        self.asked = int(number)
-        self.__exit__()
-        with suppress(RuntimeError):  # in the middle of another print
-            note("\nstopping soon; a second Ctrl+C or signal stops at once")
-
-    def check(self):
-        """ Interrupted, in all processes at the same batch, once one of them was asked to stop """
-        asked = self.asked
-        if world_size() > 1:
-            if self.checks_to_skip:
-                self.checks_to_skip -= 1
-                self.checks += 1
-                return
-            asked = self.ask_all()
-        if asked:
-            raise Interrupted(asked)
-
-    def ask_all(self):
-        """ the signal that any process got; asked every sixteenth batch, or every second if sooner """
-        now = time.monotonic()
-        pace = (now - self.asked_at) / (self.checks + 1)
-        asked, seconds_per_batch = most_over_processes([self.asked, pace])
-        self.asked_at, self.checks = now, 0
-        self.checks_to_skip = min(15, int(1 / max(seconds_per_batch, 1e-3)))
-        return int(asked)

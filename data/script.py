@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 
 from data.errors import RunFailed, UserError, explain
 from data.processes import first_to_fail
-from data.screen import Interrupted
+from data.signals import Interrupted
 
 SIGPIPE = 13  # a shell says 128 + 13 of a command whose reader is gone, as `yes | head -1` is
 

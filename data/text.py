@@ -1,6 +1,7 @@
 """
 How a text is found, read and encoded: UTF-8 everywhere, every line ending a newline, no byte order mark.
 """
+import hashlib
 import io
 import os
 import re
@@ -11,6 +12,7 @@ import numpy as np
 
 from data.download import INPUT, SOURCES, download, place
 from data.errors import UserError
+from data.screen import note
 
 MANUAL = "Python's own reference manual"
 BY_HAND = f"By hand: save {SOURCES[0]} from a browser as {INPUT}, or name a text of yours with --data FILE."
@@ -18,17 +20,22 @@ BY_HAND = f"By hand: save {SOURCES[0]} from a browser as {INPUT}, or name a text
 
 def find_text(path=""):
     """ (name, text): the file `path`, or input.txt, downloaded if absent, or the manual inside Python """
-    if path and path != MANUAL:
+    if path == MANUAL:
+        return MANUAL, read_manual()
+    if path:
         return path, read_text(path)
-    if path != MANUAL:
-        if INPUT.exists():
-            return INPUT.name, read_text(INPUT)
-        try:
-            return INPUT.name, download_text()
-        except ConnectionError as error:
-            print(f"{error}\nnotice: so the text is {MANUAL}, not Shakespeare. {BY_HAND}", file=sys.stderr)
+    if INPUT.exists():
+        return INPUT.name, read_text(INPUT)
+    try:
+        return INPUT.name, download_text()
+    except ConnectionError as error:
+        note(f"{error}\nnotice: so the text is {MANUAL}, not Shakespeare. {BY_HAND}")
+        return MANUAL, read_manual()
+
+
+def read_manual():
     from pydoc_data.topics import topics
-    return MANUAL, "\n\n".join(topics[name] for name in sorted(topics))
+    return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def download_text():
@@ -37,7 +44,7 @@ def download_text():
     try:
         place(content, INPUT)
     except OSError as error:
-        print(f"notice: cannot write {INPUT}, so the text stays in memory: {error}", file=sys.stderr)
+        note(f"notice: cannot write {INPUT}, so the text stays in memory: {error}")
     return content.decode()
 
 
@@ -104,3 +111,10 @@ def check_length(name, splits, block_size):
         raise UserError(f"{name} is too short: of its {train + val:,} characters {train:,} are to train and "
                         f"{val:,} to validate, and each must be more than block_size {block_size}; use "
                         f"{10 * block_size + 1:,} characters or more, or a smaller --block_size")
+
+
+def fingerprint(splits):
+    """ the sha256 of the tokens of both splits: another text has another one """
+    digest = hashlib.sha256(splits["train"].numpy())
+    digest.update(splits["val"].numpy())
+    return digest.hexdigest()

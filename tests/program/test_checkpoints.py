@@ -246,7 +246,8 @@ def half(tensor):
     ("exp_avg", half), ("exp_avg_sq", half), ("exp_avg", torch.flatten)])
 def test_an_optimizer_of_other_weights_is_refused_before_torch_uses_it(own, name, change):
     path, state = own / "out/last.pt", checkpoint(own / "out/last.pt")
-    state["optimizer"][0][name] = change(state["optimizer"][0][name])
+    moments = state["optimizer"]["token_embedding_table.weight"]
+    moments[name] = change(moments[name])
     torch.save(state, path)
     before = contents(own / "out")
     done = call(*NEXT, "--out", own / "out")
@@ -267,15 +268,13 @@ class ValueBeforeQuery(gpt.Head):  # of the same shape, so that torch would noti
 
 
 @pytest.mark.parametrize("name, other", [("GPTLanguageModel", FinalNormFirst), ("Head", ValueBeforeQuery)])
-def test_a_model_whose_weights_are_in_another_order_writes_but_does_not_continue_the_run(
-        own, monkeypatch, name, other):
-    before = contents(own / "out")
+def test_a_model_whose_weights_are_in_another_order_continues_the_run_to_the_digit(
+        own, tmp_path, monkeypatch, name, other):
+    shutil.copytree(own / "out", tmp_path / "same")
+    expected = steps(good(*NEXT, "--out", tmp_path / "same").out)
     monkeypatch.setattr(gpt, name, other)
     good("--sample", "--out", own / "out", "--max_new_tokens", 2)
-    sentence = refusal(*NEXT, "--out", own / "out")
-    assert f"{own / 'out/last.pt'} has the weights in another order than gpt.py makes them now" in sentence
-    assert contents(own / "out") == before
-    good(*tiny(own, "--init_from", own / "out/best.pt", "--out", own / "new"))
+    assert steps(good(*NEXT, "--out", own / "out").out) == expected != []
 
 
 class LongerBlock(gpt.Block):

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import threading
-import time
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -234,38 +233,12 @@ def tastes(shown):
     return re.findall(r"^    \| (.*)$", shown, re.MULTILINE)
 
 
-def test_a_taste_follows_each_report_with_the_same_random_numbers_but_not_the_runs(tmp_path, monkeypatch):
-    taste = gpt.Run.taste
-    monkeypatch.setattr(gpt.Run, "taste", lambda run, seconds: taste(run, 60))
+def test_a_taste_follows_each_report_with_the_same_random_numbers_but_not_the_runs(tmp_path):
     plain, done = (good(*tiny(tmp_path, "--dropout", 0.2, flag)).out for flag in ("--no-taste", "--taste"))
     assert len(steps(plain)) == 3 and steps(done) == steps(plain) and tastes(plain) == []
     assert len(re.findall(r"^step .*\n    \| .{70}$", done, re.MULTILINE)) == len(tastes(done)) == 3
     frozen, learning = (good(*tiny(tmp_path, "--taste", "--learning_rate", rate)).out for rate in (0, 0.1))
     assert len(set(tastes(frozen))) == 1 < len(set(tastes(learning)))
-
-
-def test_a_taste_is_a_line_shorter_where_writing_is_slow(tmp_path, monkeypatch, capsys):
-    def slow(*args):
-        for ch in "ab\nc\x07" * 4:
-            time.sleep(0.02)
-            yield ch
-
-    model = torch.nn.Linear(1, 1)
-    runner = gpt.Run(gpt.State(gpt.Flags(), model, chars="\nabc"))
-    monkeypatch.setattr(gpt, "stream", slow)
-    runner.taste(60)
-    assert capsys.readouterr().out == "    | " + "ab↵c " * 4 + "\n"
-    runner.taste(0.05)
-    assert 1 <= len(tastes(capsys.readouterr().out)[0]) <= 3
-
-
-def test_tastes_take_little_of_the_time_between_two_reports(tmp_path, monkeypatch):
-    taken = []
-    monkeypatch.setattr(gpt.Run, "taste", lambda run, seconds: taken.append((time.monotonic(), seconds)))
-    good(*tiny(tmp_path, "--taste", "--max_iters", 50))
-    assert len(taken) == 6 and taken[0][1] <= 0.5
-    for (before, _), (now, seconds) in zip(taken, taken[1:]):
-        assert 0 < seconds <= 0.05 * (now - before)
 
 
 # ---- on the screen
