@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 G, B, D, T, F, L = "gpt.py", "bigram.py", "data/download.py", "data/text.py", "data/files.py", "data/flags.py"
 S, E, P, M = "data/screen.py", "data/errors.py", "data/pictures.py", "data/machine.py"
-R, N = "data/processes.py", "data/script.py"
+R, N, I = "data/processes.py", "data/script.py", "data/signals.py"
 BOTH = (G, B)
 SCALE = "k.transpose(-2, -1) * k.shape[-1]**-0.5"
 
@@ -117,27 +117,28 @@ LESSON = [
 PROGRAM = [
     # the run
     ("best kept on train loss", G, 'val_loss < state.best["val"]', 'train_loss < state.best["train"]'),
-    ("resume without optimizer", G, 'optimizer.load_state_dict({"state": moments,',
+    ("resume without optimizer", G, 'optimizer.load_state_dict({"state": memory,',
      'optimizer.load_state_dict({"state": {},'),
-    ("resume with reordered weights", G, "if any(memory[name].shape != shape for name in",
-     "if any(False for name in"),
-    ("resume without random state", G, "set_random_state(self.state.random, self.device)", "pass"),
+    ("resume with reordered weights", G, "for number, name in enumerate(weights) if name in moments}",
+     "for number, name in enumerate(moments)}"),
+    ("moments of another shape", G, "shapes - {weights[name].shape}:", "False:"),
+    ("resume without random state", G, 'set_random_state(self.last["random"], self.device)', "pass"),
     ("random state of the beginning kept", G,
      "        state.random = random_state(self.device)\n        if self.first",
      "        if self.first"),
     ("resume forgets the seconds", G, "self.began_at = time.monotonic() - state.seconds",
      "self.began_at = time.monotonic()"),
-    ("resume forgets the tokens", G, '"step", "tokens", "seconds", "random", "best"]',
-     '"step", "seconds", "random", "best"]'),
+    ("resume forgets the tokens", G, 'for name in ["step", "tokens", "seconds"]:',
+     'for name in ["step", "seconds"]:'),
     ("the last model writes at the end", G,
      'state.model.load_state_dict(read_checkpoint(out / "best.pt")["model"])',
      'read_checkpoint(out / "best.pt")'),
-    ("resume with another text", G, 'digest.hexdigest() != learned["sha256"]', "False"),
+    ("resume with another text", G, 'sha256 != learned["sha256"]', "False"),
     ("resume of any step", G, 'if flags.resume and start.checkpoint["step"] > flags.max_iters:', "if False:"),
     ("two rates unsaid", G, "        if now != before:", "        if False:"),
     ("a contradicting flag ignored", G, "if given.get(name, saved[name]) != saved[name]:", "if False:"),
     ("training flags beside --sample", G, "asked[1:] + sorted(set(given) - fitting)", "asked[1:]"),
-    ("foreign best.pt believed", G, 'reports.get("best") != state.best', "False"),
+    ("foreign best.pt believed", G, 'best.get("reports", [None])[0] in last["reports"]', "True"),
     ("no save after an error", G, 'run.rescue(error, command(start.given, "--resume"))', "pass"),
     ("half updated weights saved", G, "            if self.is_half_updated():", "            if False:"),
     ("spoiled weights saved", G, "or isinstance(error, Diverged)", "or False"),
@@ -148,9 +149,8 @@ PROGRAM = [
     ("saving without a rest", G, "if is_last or not rests:", "if True:"),
     ("a start that fails displaces a model", G, "if self.is_new and not is_last:", "if False:"),
     ("the first files are of a later step", G, "copy.deepcopy(files)", "files"),
-    ("an earlier run is not brought back", G, "                if aside:\n                    bring_back",
-     "                if "
-     "False:\n                    bring_back"),
+    ("an earlier run is not brought back", G, "            if aside:\n                bring_back",
+     "            if False:\n                bring_back"),
     ("a restart begins anew", G, "    if is_a_restart(task, flags):", "    if False:"),
     ("each process drops the same units", M, "SeedSequence([seed, step, rank()])",
      "SeedSequence([seed, step, 0])"),
@@ -174,8 +174,8 @@ PROGRAM = [
      "inside = not (value < takes[0] or value >= takes[1])"),
     ("--no-x is --x", L, "}=False", "}=True"),
     ("interrupts never looked at", G, "            self.interrupts.check()\n", "            pass\n"),
-    ("handlers never given back", S, "signal.signal(number, handler or signal.SIG_DFL)", "pass"),
-    ("SIGHUP under nohup", S, "if number and signal.getsignal(number) != signal.SIG_IGN:", "if number:"),
+    ("handlers never given back", I, "signal.signal(number, handler or signal.SIG_DFL)", "pass"),
+    ("SIGHUP under nohup", I, "if number and signal.getsignal(number) != signal.SIG_IGN:", "if number:"),
     ("exit status of an interrupt", N, "sys.exit(128 + signalled.args[0])", "sys.exit(0)"),
     ("lack of memory is a traceback", E, "out of memory|allocate memory|", "nothing|"),
     ("glyphs warned of one by one", P, "warnings.catch_warnings(record=True) as caught",
