@@ -717,6 +717,7 @@ class Run:
         if self.last:
             load_optimizer(optimizer, self.last["optimizer"], self.state.model)
             set_random_state(self.last["random"], self.device)
+            self.last = None  # frees its memory
         self.state.optimizer = optimizer
         self.state.random = random_state(self.device)
         return self.state.step
