@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import shlex
 import sys
 import typing
 from dataclasses import MISSING, fields
@@ -105,6 +106,8 @@ def parse(parser, argv=None):
     if argv is None and sys.argv[0].endswith("kernel_launcher.py"):  # sys.argv is the notebook's, not ours
         module = parser.prog.removesuffix(".py")
         raise UserError(f'in a notebook, call {module}.main([...]) with flags such as "--max_iters", 100')
+    if isinstance(argv, str):
+        argv = shlex.split(argv)
     words = sys.argv[1:] if argv is None else [str(word) for word in argv]
     words, dashes = join_values(parser, words)
     given = {**vars(parser.parse_args(words)), **dashes}
@@ -136,6 +139,7 @@ def join_values(parser, words):
             equals, value = "=", words.pop(0)
         if value != "--":
             joined.append(f"--{name}{equals}{value}")
+            dashes.pop(name, None)  # of two values the last one counts
         elif kind is str:
             dashes[name] = value
         else:

@@ -85,6 +85,12 @@ def test_a_value_may_begin_with_dashes_and_stays_as_it_was_typed():
         assert read("--stop", value) == read(f"--stop={value}") == {"stop": value}
     assert read("--no-fused", "--prompt", "--sample", "--sample") == {
         "fused": False, "prompt": "--sample", "sample": True}
+    assert read("--stop=--", "--stop=x") == {"stop": "x"} and read("--stop=x", "--stop=--") == {"stop": "--"}
+
+
+def test_a_notebook_may_give_the_flags_as_one_string():
+    parser = make_parser(gpt.Flags, "gpt.py", "", {})
+    assert parse(parser, "--seed 3 --prompt 'the cat'") == {"seed": 3, "prompt": "the cat"}
 
 
 def test_help_is_shown_also_behind_a_switch():
