@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 G, B, D, T, F, L = "gpt.py", "bigram.py", "data/download.py", "data/text.py", "data/files.py", "data/flags.py"
 S, E, P, M = "data/screen.py", "data/errors.py", "data/pictures.py", "data/machine.py"
-R, N, I = "data/processes.py", "data/script.py", "data/signals.py"
+R, N, Q = "data/processes.py", "data/script.py", "data/signals.py"
 BOTH = (G, B)
 SCALE = "k.transpose(-2, -1) * k.shape[-1]**-0.5"
 
@@ -174,8 +174,8 @@ PROGRAM = [
      "inside = not (value < takes[0] or value >= takes[1])"),
     ("--no-x is --x", L, "}=False", "}=True"),
     ("interrupts never looked at", G, "            self.interrupts.check()\n", "            pass\n"),
-    ("handlers never given back", I, "signal.signal(number, handler or signal.SIG_DFL)", "pass"),
-    ("SIGHUP under nohup", I, "if number and signal.getsignal(number) != signal.SIG_IGN:", "if number:"),
+    ("handlers never given back", Q, "signal.signal(number, handler or signal.SIG_DFL)", "pass"),
+    ("SIGHUP under nohup", Q, "if number and signal.getsignal(number) != signal.SIG_IGN:", "if number:"),
     ("exit status of an interrupt", N, "sys.exit(128 + signalled.args[0])", "sys.exit(0)"),
     ("lack of memory is a traceback", E, "out of memory|allocate memory|", "nothing|"),
     ("glyphs warned of one by one", P, "warnings.catch_warnings(record=True) as caught",
