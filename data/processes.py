@@ -51,7 +51,7 @@ def join():
         torch.distributed.init_process_group(backend, store=torch.distributed.PrefixStore("run", store),
                                              rank=number, world_size=processes, timeout=timedelta(minutes=10))
     except (torch.distributed.DistError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0][:150]
+        reason = str(error).strip().splitlines()[0].split("] ")[-1][:150]  # behind [enforce fail at ...]
         raise UserError(f"the processes cannot meet: {reason}; check the network and the settings of the "
                         "launcher, then start all again") from None
 

@@ -217,6 +217,26 @@ def test_the_comparison_draws_no_random_number_of_the_run_and_leaves_the_mode_as
     assert all(p.grad is None for p in model.parameters())
 
 
+class DrawsAlways(gpt.Head):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.5)
+
+
+class AThousandthMore(gpt.Head):
+    def forward(self, x):
+        return super().forward(x) * 1.001
+
+
+@pytest.mark.parametrize("change", [DrawsAlways, AThousandthMore])
+def test_a_small_change_is_noticed_and_one_that_draws_random_numbers_leaves_those_of_the_run(change, capsys):
+    model = new_model(CONFIG)
+    for head in model.blocks[0].sa.heads:
+        head.__class__ = change
+    before = torch.get_rng_state()
+    gpt.compare_heads(model, CONFIG)
+    assert capsys.readouterr().err == DIFFER and torch.equal(torch.get_rng_state(), before)
+
+
 class Wrapped(nn.Module):
     """ a layer inside another, with something added, as for fine-tuning by a few weights """
 

@@ -137,6 +137,15 @@ def test_resume_refuses_another_text_of_another_or_of_the_same_length(own, text)
     assert "--init_from" in sentence and contents(own / "out") == before
 
 
+def test_resume_finds_its_text_from_another_folder(tmp_path, monkeypatch):
+    flags = tiny(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    good(*flags, "--data", "words-0.txt")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(steps(good(*NEXT, "--out", tmp_path / "out").out)) == 2
+
+
 def test_resume_takes_the_same_text_from_another_place(own):
     (own / "words-0.txt").rename(own / "moved.txt")
     good(*NEXT, "--out", own / "out", "--data", own / "moved.txt")
