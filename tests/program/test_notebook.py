@@ -37,7 +37,7 @@ def test_gpt_runs_in_a_notebook_ends_saved_at_an_interrupt_and_leaves_the_kernel
     flags = tiny(tmp_path)
     alone, ran, called, threaded, asked, wrote, interrupted, resumed, slept = run_notebook(
         tmp_path, "import bigram, gpt\ntry:\n    gpt.main()\nexcept SystemExit:\n    bigram.main()",
-        f"%run {ROOT}/gpt.py {' '.join(flags)}",
+        f"%run '{ROOT}/gpt.py' {' '.join(flags)}",
         f"import gpt, sys, threading; flags, streams = {flags}, (sys.stdout, sys.stderr); gpt.main(flags)",
         "thread = threading.Thread(target=gpt.main, args=(flags,)); thread.start(); thread.join()",
         'gpt.main(["--prompt", "the", "--max_new_tokens", 5]); print((sys.stdout, sys.stderr) == streams)',
@@ -58,7 +58,7 @@ def test_gpt_runs_in_a_notebook_ends_saved_at_an_interrupt_and_leaves_the_kernel
 def test_bigram_runs_in_a_notebook_and_leaves_the_kernel_as_it_was(tmp_path):
     flags = [*FEW, str(write_small_text(tmp_path))]
     ran, called, threaded, interrupted, slept = run_notebook(
-        tmp_path, f"%run {ROOT}/bigram.py {' '.join(flags)}",
+        tmp_path, f"%run '{ROOT}/bigram.py' {' '.join(flags)}",
         f"import bigram, threading; flags = {flags}; bigram.main(flags)",
         "thread = threading.Thread(target=bigram.main, args=(flags,)); thread.start(); thread.join()",
         "bigram.main(flags + ['--max_iters', 10**8, '--eval_interval', 10])  # interrupt at step 10:", SLEEP)
