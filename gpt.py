@@ -1111,7 +1111,7 @@ def command(given, task):
 
 
 def sample_task(flags, start):
-    """ write """
+    """ write texts that begin with the prompt """
     model, tokenizer = load_model(flags, start)
     prompt = read_standard_input() if flags.prompt == "-" else typed_text(flags.prompt or "", "the prompt")
     refuse_unknown(prompt, tokenizer, "the prompt")

@@ -122,17 +122,18 @@ def on_rank_0(function, *args):
 
 def mean_over_processes(numbers):
     """ a list of floats, one list in each process -> the list of their means, the same in all """
-    if not several():
-        return numbers
-    tensor = torch.tensor(numbers, dtype=torch.float64)
-    torch.distributed.all_reduce(tensor)
-    return (tensor / world_size()).tolist()
+    return [total / world_size() for total in reduced(numbers, "SUM")]
 
 
 def most_over_processes(numbers):
     """ a list of floats, one list in each process -> the list of the largest, the same in all """
+    return reduced(numbers, "MAX")
+
+
+def reduced(numbers, operation):
+    """ a list of floats, one list in each process -> one list for all; operation: "SUM" or "MAX" """
     if not several():
         return numbers
     tensor = torch.tensor(numbers, dtype=torch.float64)
-    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(tensor, getattr(torch.distributed.ReduceOp, operation))
     return tensor.tolist()

@@ -19,8 +19,8 @@ class Interrupts:
     def __init__(self):
         self.asked = 0         # the number of the signal that came
         self.handlers = {}     # those of before, by number
-        self.checks_to_skip = 0
         self.checks = 0        # since the processes last asked one another
+        self.checks_until_asked = 1
         self.asked_at = time.monotonic()
 
     def __enter__(self):
@@ -45,9 +45,8 @@ class Interrupts:
         """ Interrupted, in all processes at the same batch, once one of them was asked to stop """
         asked = self.asked
         if world_size() > 1:
-            if self.checks_to_skip:
-                self.checks_to_skip -= 1
-                self.checks += 1
+            self.checks += 1
+            if self.checks < self.checks_until_asked:
                 return
             asked = self.ask_all()
         if asked:
@@ -56,8 +55,8 @@ class Interrupts:
     def ask_all(self):
         """ the signal that any process got; asked every sixteenth batch, or every second if sooner """
         now = time.monotonic()
-        pace = (now - self.asked_at) / (self.checks + 1)
+        pace = (now - self.asked_at) / self.checks
         asked, seconds_per_batch = most_over_processes([self.asked, pace])
         self.asked_at, self.checks = now, 0
-        self.checks_to_skip = min(15, int(1 / max(seconds_per_batch, 1e-3)))
+        self.checks_until_asked = 1 + min(15, int(1 / max(seconds_per_batch, 1e-3)))
         return int(asked)

@@ -160,7 +160,7 @@ PROGRAM = [
      "with nullcontext():"),
     ("compile without a fall-back", G, "                self.trained = self.model\n        self.model.zero",
      "                raise\n        self.model.zero"),
-    ("the caller's gradients stay off", M, "torch.enable_grad(), ", ""),
+    ("the caller's gradients stay off", M, "torch.inference_mode(False), torch.enable_grad(), ", ""),
     ("the caller's default type stays", M, "torch.set_default_dtype(torch.float32)", "pass"),
     ("the picture spoils the model", P, "            sa.fused = fused\n", "            pass\n"),
     ("the picture leaves its hooks", P, "            hook.remove()", "            pass"),
